@@ -1,0 +1,21 @@
+"""In-place activated batch normalisation: half the activation memory of training convolutional networks."""
+
+from .activations import ACTIVATIONS
+from .functions import active_group, inplace_abn, inplace_abn_sync
+from .memory import SavedBytes, saved_bytes
+from .modules import ABN, InPlaceABN, InPlaceABNSync, set_active_group
+
+__version__ = "2.0.0.dev0"
+
+__all__ = [
+    "ABN",
+    "ACTIVATIONS",
+    "InPlaceABN",
+    "InPlaceABNSync",
+    "SavedBytes",
+    "active_group",
+    "inplace_abn",
+    "inplace_abn_sync",
+    "saved_bytes",
+    "set_active_group",
+]

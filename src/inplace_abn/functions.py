@@ -1,0 +1,445 @@
+"""The layer as a function: which path runs, what is overwritten, what autograd keeps.
+
+``inplace_abn`` and ``inplace_abn_sync`` take their arguments in the order of the original library; what is new is keyword-only.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from . import reference
+from .activations import Activation, resolve, warn_of_slope, warn_once
+
+__all__ = ["active_group", "batch_norm_act", "inplace_abn", "inplace_abn_sync"]
+
+VARIANTS = ("I", "II")
+
+# With INPLACE_ABN_DEBUG=1 the backward pass checks that z still holds the bits that forward wrote. Autograd itself misses writes
+# through .data; the check costs one read of z each way.
+DEBUG = os.environ.get("INPLACE_ABN_DEBUG", "0") not in ("", "0")
+
+
+class Settings(NamedTuple):
+    """What a call is asked to do, settled and checked."""
+
+    training: bool
+    momentum: float | None
+    eps: float
+    phi: Activation
+    a: float
+    floor: float
+    variant: str
+
+
+def inplace_abn(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool = True,
+    momentum: float | None = 0.1,
+    eps: float = 1e-05,
+    activation: str | None = "leaky_relu",
+    activation_param: float = 0.01,
+    *,
+    variant: str = "II",
+    weight_floor: float = 1e-5,
+    num_batches_tracked: Tensor | None = None,
+) -> Tensor:
+    r"""Batch normalisation and activation, written over x where autograd allows it.
+
+    .. math::
+        z = \varphi\Big(\gamma\,\frac{x-\mu}{\sqrt{\sigma^2+\epsilon}} + \beta\Big), \qquad
+        \gamma = \mathrm{copysign}(\max(|w|, \text{floor}), w)
+
+    Autograd keeps z and a few per-channel vectors, whether or not x itself was overwritten. x is left alone, and z is a new
+    tensor, where x has no history (a batch of data, a leaf), where its producer kept it for its own backward (sigmoid, softmax,
+    another layer of this kind), where it is one of several views (``chunk``) or overlaps itself (``expand``), under hooks
+    that hand out views, and wherever nothing is to be differentiated.
+
+    Activations without an inverse run ``batch_norm`` and φ as separate steps, which keep two maps. So does everything that
+    is traced: ``torch.compile``, ``torch.export``, ``torch.jit.trace``, ``torch.func``.
+
+    Args:
+        x: a floating-point tensor of shape (N, C, …).
+        weight: γ before its guard, shape (C,), or None for 1.
+        bias: β, or None for 0.
+        running_mean: moved towards the batch's mean in training, used in its place otherwise.
+        running_var: likewise, with the unbiased variance.
+        training: normalise by the batch's statistics.
+        momentum: weight of the newest batch; None for the plain average, which needs ``num_batches_tracked``.
+        eps: added to the variance.
+        activation: a key of :data:`inplace_abn.ACTIVATIONS`, or "none".
+        activation_param: slope of leaky ReLU, α of ELU and CELU; others ignore it.
+        variant: which of the paper's backward passes, "I" or "II".
+        weight_floor: least magnitude of γ; its sign is kept.
+        num_batches_tracked: counts training calls, moved by one in each.
+
+    Example:
+        >>> x = torch.nn.functional.conv2d(torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3, requires_grad=True))
+        >>> z = inplace_abn(x, torch.ones(4), torch.zeros(4), torch.zeros(4), torch.ones(4))
+        >>> z is x
+        True
+    """
+    phi, a = resolve(activation, activation_param)
+    how = Settings(training, momentum, eps, phi, a, weight_floor, variant)
+    _check(x, weight, bias, running_mean, running_var, num_batches_tracked, how)
+    if phi.inverse is None:
+        warn_once(
+            f"{phi.name} has no inverse: batch_norm and {phi.name} run as separate steps, exactly but keeping two maps; "
+            "leaky_relu with slope 0.01 keeps one"
+        )
+    else:
+        warn_of_slope(phi, a, x.dtype)
+    vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
+    if phi.inverse is None or _is_traced() or not _needs_graph(x, weight, bias):
+        return _composite(x, *vectors, how)
+    z: Tensor = InPlaceABN.apply(x, *vectors, how)  # type: ignore[no-untyped-call]
+    return z
+
+
+def inplace_abn_sync(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool = True,
+    momentum: float | None = 0.1,
+    eps: float = 1e-05,
+    activation: str | None = "leaky_relu",
+    activation_param: float = 0.01,
+    group: Any = None,
+    *,
+    variant: str = "II",
+    weight_floor: float = 1e-5,
+    num_batches_tracked: Tensor | None = None,
+) -> Tensor:
+    """:func:`inplace_abn` with statistics over all ranks of ``group`` (None: all ranks).
+
+    Only groups of one rank are supported so far; more raise in training. Evaluation never needs the group.
+    """
+    if training:
+        if not (dist.is_available() and dist.is_initialized()):
+            warn_once(
+                "inplace_abn_sync: torch.distributed is not initialised; statistics are those of this process alone"
+            )
+        elif dist.get_world_size(group) > 1:
+            raise NotImplementedError(
+                f"inplace_abn_sync: the group has {dist.get_world_size(group)} ranks, but statistics are not yet "
+                "synchronised; use one process, or InPlaceABN, whose statistics are each rank's own"
+            )
+    return inplace_abn(
+        x,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        training,
+        momentum,
+        eps,
+        activation,
+        activation_param,
+        variant=variant,
+        weight_floor=weight_floor,
+        num_batches_tracked=num_batches_tracked,
+    )
+
+
+def active_group(active: bool) -> Any:
+    """The group of the ranks that call this with True; None for the others. Every rank must call it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if dist.get_world_size() > 1:
+        raise NotImplementedError(
+            f"active_group: {dist.get_world_size()} ranks, but statistics are not yet synchronised; use one process"
+        )
+    return dist.group.WORLD if active else None
+
+
+def batch_norm_act(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    activation: str | None,
+    activation_param: float,
+    num_batches_tracked: Tensor | None,
+) -> Tensor:
+    """``batch_norm`` and then the activation, as two steps of torch: what :class:`inplace_abn.ABN` computes."""
+    phi, a = resolve(activation, activation_param)
+    how = Settings(training, momentum, eps, phi, a, 0.0, "II")
+    _check(x, weight, bias, running_mean, running_var, num_batches_tracked, how)
+    return _composite(x, weight, bias, running_mean, running_var, num_batches_tracked, how)
+
+
+class InPlaceABN(torch.autograd.Function):
+    """z = φ(BN(x)) and its gradient. Saved: z, weight, bias, invstd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        num_batches_tracked: Tensor | None,
+        how: Settings,
+    ) -> Tensor:
+        """Overwrite x, or a copy of it where x may not be written to."""
+        if _may_overwrite(x):
+            z = x
+            ctx.mark_dirty(x)
+        else:
+            z = x.clone()
+        if how.training:
+            # Statistics move once.
+            if _recomputing():
+                running_mean = running_var = num_batches_tracked = None
+            invstd = reference.normalize_batch_(
+                z,
+                weight,
+                bias,
+                running_mean,
+                running_var,
+                num_batches_tracked,
+                how.momentum,
+                how.eps,
+                how.floor,
+                how.phi,
+                how.a,
+            )
+        else:
+            assert running_mean is not None and running_var is not None
+            invstd = (running_var.double() + how.eps).rsqrt_()
+            reference.normalize_(z, running_mean.double(), invstd, weight, bias, how.floor, how.phi, how.a)
+        ctx.save_for_backward(z, weight, bias, invstd)
+        ctx.how = how
+        ctx.checksum = _checksum(z) if DEBUG else None
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        """dx, dweight, dbias from dz and the saved z; differentiating those raises."""
+        with torch.no_grad():
+            gradients = InPlaceABN._gradients(ctx, dz)
+        if torch.is_grad_enabled():
+            once = _OnlyOnce.apply
+            gradients = tuple(None if g is None else once(g.requires_grad_()) for g in gradients)  # type: ignore[no-untyped-call]
+        return (*gradients, None, None, None, None)
+
+    @staticmethod
+    def _gradients(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        z, weight, bias, invstd = _saved(ctx)
+        how: Settings = ctx.how
+        rest = (how.floor, how.phi, how.a, how.variant)
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        dx = dgamma = dbeta = None
+        if how.training and need_x:
+            dx, dgamma, dbeta = reference.input_grad_batch(dz, z, weight, bias, invstd, *rest)
+        else:
+            if need_weight or need_bias:
+                dbeta, dgamma = reference.sums(dz, z, weight, bias, *rest)
+            if need_x:
+                dx = reference.input_grad(dz, z, weight, bias, invstd, None, None, 0, *rest)
+        dweight = dgamma.to(weight.dtype) if need_weight and weight is not None and dgamma is not None else None
+        dbias = dbeta.to(bias.dtype) if need_bias and bias is not None and dbeta is not None else None
+        return dx, dweight, dbias
+
+
+class _OnlyOnce(torch.autograd.Function):
+    """The identity, whose own gradient raises: dx was computed from numbers, not from a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        raise RuntimeError(
+            "InPlaceABN cannot be differentiated twice: its gradient is computed from z and not recorded. Where second "
+            "derivatives are needed (gradient penalties, meta-learning), use inplace_abn.ABN, which keeps two maps"
+        )
+
+
+def _composite(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    how: Settings,
+) -> Tensor:
+    """The same function out of torch's own differentiable steps, which keep x and z."""
+    if weight is not None and how.floor > 0:
+        # Straight through, as in the verbs: the guard moves the value and not the gradient.
+        guarded = torch.copysign(weight.abs().clamp_min(how.floor), weight)
+        weight = weight + (guarded - weight).detach()
+    given = [v for v in (weight, bias, running_mean, running_var) if v is not None]
+    # Torch takes vectors in x's dtype, or float32 ones beside 16-bit x.
+    dtype = x.dtype
+    if dtype in (torch.float16, torch.bfloat16) and any(v.dtype != dtype for v in given):
+        dtype = torch.float32
+    weight, bias = (None if v is None else v.to(dtype) for v in (weight, bias))
+    if not how.training:
+        assert running_mean is not None and running_var is not None
+        # Copies: a training step in between may move the buffers that backward needs.
+        fixed = running_mean.to(dtype, copy=True), running_var.to(dtype, copy=True)
+        return how.phi.plain(F.batch_norm(x, *fixed, weight, bias, False, 0.0, how.eps), how.a)
+    # A function transform must not have side effects.
+    if running_mean is None or running_var is None or _is_transformed():
+        return how.phi.plain(F.batch_norm(x, None, None, weight, bias, True, 0.0, how.eps), how.a)
+    # Momentum 1 makes torch hand out the batch's own statistics.
+    mean, unbiased = x.new_zeros(x.shape[1], dtype=dtype), x.new_zeros(x.shape[1], dtype=dtype)
+    y = F.batch_norm(x, mean, unbiased, weight, bias, True, 1.0, how.eps)
+    if not _recomputing():
+        with torch.no_grad():
+            reference.track(running_mean, running_var, num_batches_tracked, mean, unbiased, how.momentum)
+    return how.phi.plain(y, how.a)
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    how: Settings,
+) -> None:
+    """Raise before anything is written if the call cannot be right."""
+    if not x.is_floating_point():
+        raise TypeError(f"x is {x.dtype}; batch norm needs a floating-point tensor, so convert it: x.float()")
+    if x.dim() < 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it needs at least two dimensions, (N, C) or (N, C, …)")
+    channels = x.shape[1]
+    named = (("weight", weight), ("bias", bias), ("running_mean", running_mean), ("running_var", running_var))
+    for name, v in named:
+        if v is None:
+            continue
+        if v.shape != (channels,):
+            raise ValueError(
+                f"{name} has shape {tuple(v.shape)}, but x of shape {tuple(x.shape)} has {channels} channels "
+                "(dimension 1); build the layer with that num_features"
+            )
+        if v.device != x.device:
+            raise ValueError(f"{name} is on {v.device} and x on {x.device}; move both to one device")
+        if v.dtype not in (x.dtype, torch.float32):
+            raise TypeError(f"{name} is {v.dtype} and x {x.dtype}; keep {name} in float32 or in x's dtype")
+    if (running_mean is None) != (running_var is None):
+        raise ValueError("running_mean and running_var belong together: give both or neither")
+    if not how.training and running_mean is None:
+        raise ValueError("training=False needs running_mean and running_var")
+    if how.training and x.numel() <= channels:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}; "
+            "use a larger batch, or the layer in eval mode"
+        )
+    if how.training and how.momentum is None and running_mean is not None and num_batches_tracked is None:
+        raise ValueError("momentum=None averages over all batches and needs num_batches_tracked to count them")
+    if how.eps <= 0:
+        raise ValueError(f"eps is {how.eps}; it must be positive, such as 1e-5")
+    if how.floor < 0:
+        raise ValueError(f"weight_floor is {how.floor}; it must not be negative")
+    if how.variant not in VARIANTS:
+        raise ValueError(f"variant {how.variant!r} is unknown; one of: {', '.join(VARIANTS)}")
+    if weight is None and bias is not None and not how.phi.scale_covariant:
+        raise ValueError(
+            f"γ is fixed to 1 (affine='bias'), but {how.phi.name} is not scale-covariant, so the next convolution "
+            "cannot take γ over; use affine=True"
+        )
+
+
+def _is_transformed() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or torch._C._is_tracing() or _is_transformed()
+
+
+def _recomputing() -> bool:
+    """Whether a backward pass is running: a forward inside one is a recomputation (activation checkpointing)."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _in_checkpoint() -> bool:
+    """Whether torch.utils.checkpoint will run this forward again: x may be the input it starts from."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", "")
+
+
+def _needs_graph(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether there is a backward pass to keep z for."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+
+
+@cache
+def _keeps_its_output(node: type) -> bool:
+    """Whether an autograd node may need its own output in backward: sigmoid, softmax, …, and any custom Function."""
+    names = {"_raw_saved_result", "_raw_saved_result0", "_raw_saved_output", "_raw_saved_out"}
+    return issubclass(node, BackwardCFunction) or not names.isdisjoint(dir(node))
+
+
+def _may_overwrite(x: Tensor) -> bool:
+    """Whether writing to x changes nothing that anybody else was promised."""
+    # No history: a batch of data, or a leaf. Its owner has not agreed to lose it.
+    if x.grad_fn is None or _keeps_its_output(type(x.grad_fn)) or _in_checkpoint():
+        return False
+    if x._is_view():
+        base = x._base
+        if base is None or base.is_leaf or torch._C._autograd._get_creation_meta(x) != _PLAIN_VIEW:
+            return False
+    # Every stride must step over all that the smaller ones reach; else two indices may share an element.
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += stride * (size - 1)
+    return True
+
+
+_PLAIN_VIEW = torch._C._autograd.CreationMeta.DEFAULT
+
+
+def _checksum(z: Tensor) -> Tensor:
+    """Sum of z's bits as integers, modulo 2⁶⁴: any change of a single element changes it."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[z.element_size()]
+    return z.detach().view(bits).sum(dtype=torch.int64)
+
+
+def _saved(ctx: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """The saved tensors, or an error that names the layer and the cure if they were written to."""
+    try:
+        z, weight, bias, invstd = ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            f"InPlaceABN with activation {ctx.how.phi.name}: its output z, or its weight or bias, was changed in place "
+            "after the forward pass, but backward recovers everything from them. Use out-of-place operations on z "
+            "(z = z + r for z += r, inplace=False for the next activation), and step the optimizer after backward. "
+            f"Torch says: {error}"
+        ) from error
+    if ctx.checksum is not None and not torch.equal(ctx.checksum, _checksum(z)):
+        raise RuntimeError(
+            f"InPlaceABN with activation {ctx.how.phi.name} and output of shape {tuple(z.shape)}: z was changed through "
+            ".data or by a foreign kernel after the forward pass; work on a copy, z.clone()"
+        )
+    return z, weight, bias, invstd

@@ -1,0 +1,164 @@
+"""What autograd keeps for the backward pass, counted by storage, on any device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["SavedBytes", "peak_bytes", "saved_bytes"]
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes that autograd keeps after one forward pass.
+
+    Attributes:
+        total: all of them; every storage counts once, however many nodes and views share it.
+        by_module: the same bytes by the module that was running when a storage was first kept; "" is the model's own code.
+    """
+
+    total: int
+    by_module: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        rows = [(name or "(model)", size) for name, size in self.by_module.items() if size]
+        rows.append(("total", self.total))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {size:>15,} B  {size / max(self.total, 1):>6.1%}" for name, size in rows)
+
+
+class _Kept:
+    """What a graph holds in place of a saved tensor; it lives exactly as long as the graph needs the tensor."""
+
+    def __init__(self, tensor: Tensor, module: str) -> None:
+        self.tensor = tensor
+        self.module = module
+
+
+def saved_bytes(model: nn.Module, *inputs: Any, **keywords: Any) -> SavedBytes:
+    """Run ``model(*inputs, **keywords)`` once and count the bytes autograd keeps for its backward pass.
+
+    Storages are counted whole (a view keeps all of its base alive) and once. Those of parameters, buffers and inputs are not
+    counted: they exist anyway. Neither is what was freed before the forward pass ended. The model runs in the mode it is in;
+    its buffers and the random state are as before afterwards. Works on ``meta`` tensors too, without computing anything.
+
+    State that autograd's hooks do not see is missing: tensors a custom Function sets as attributes, oneDNN workspaces. A
+    model made by ``torch.compile`` should have run once before.
+
+    Example:
+        >>> from inplace_abn import InPlaceABN
+        >>> conv = lambda: nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        >>> plain = nn.Sequential(conv(), nn.BatchNorm2d(4), nn.LeakyReLU(inplace=True), conv())
+        >>> lean = nn.Sequential(conv(), InPlaceABN(4), conv())
+        >>> x = torch.randn(2, 4, 16, 16)
+        >>> saved_bytes(plain, x).total, saved_bytes(lean, x).total
+        (16416, 8208)
+        >>> print(saved_bytes(lean, x))
+        1                8,208 B  100.0%
+        total            8,208 B  100.0%
+    """
+    known = {
+        _storage(t)
+        for t in [*model.parameters(), *model.buffers(), *tree_leaves((inputs, keywords))]
+        if isinstance(t, Tensor) and t.layout == torch.strided
+    }
+    running = [""]
+    kept: list[weakref.ref[_Kept]] = []
+
+    def pack(tensor: Tensor) -> _Kept:
+        # Detached: a node's own output would hold the node, and the node the handle, for ever.
+        handle = _Kept(tensor.detach(), running[-1])
+        kept.append(weakref.ref(handle))
+        return handle
+
+    with _named_calls(model, running), _state_restored(model):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda handle: handle.tensor):
+            output = model(*inputs, **keywords)
+        sizes: dict[int, int] = {}
+        by_module = {name: 0 for name, _ in model.named_modules()}
+        for reference in kept:
+            handle = reference()
+            if handle is None or handle.tensor.layout != torch.strided:
+                continue
+            storage = _storage(handle.tensor)
+            if storage not in known and storage not in sizes:
+                sizes[storage] = handle.tensor.untyped_storage().nbytes()
+                by_module[handle.module] += sizes[storage]
+        # The graph hangs on the output: it had to live until here.
+        del output
+    return SavedBytes(sum(sizes.values()), by_module)
+
+
+def peak_bytes(step: Callable[[], object], device: torch.device | str = "cpu") -> int:
+    """Most bytes that torch had allocated at once while ``step()`` ran, beyond those at its start.
+
+    On a GPU this is the allocator's own peak. On a CPU torch's profiler reports every allocation and release in order; the
+    peak is the largest partial sum. What a library such as oneDNN allocates by itself is not seen there.
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    level = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        level += event.nbytes()
+        peak = max(peak, level)
+    return peak
+
+
+def _storage(tensor: Tensor) -> int:
+    """Identity of a live storage; unlike data_ptr() it also tells meta tensors apart."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def _named_calls(model: nn.Module, running: list[str]) -> Iterator[None]:
+    """Keep the name of the innermost module that is running at the end of ``running``."""
+    hooks = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name), prepend=True))
+        hooks.append(module.register_forward_hook(lambda *_: _pop(running), always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _pop(running: list[str]) -> None:
+    running.pop()
+
+
+@contextmanager
+def _state_restored(model: nn.Module) -> Iterator[None]:
+    """Put buffers and the random state back as they were."""
+    before = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=[d for d in devices if d is not None]):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for module, name, buffer, value in before:
+                    buffer.copy_(value)
+                    module._buffers[name] = buffer

@@ -1,0 +1,266 @@
+"""The layers: ``ABN`` (batch norm and activation as torch has them), ``InPlaceABN``, ``InPlaceABNSync``."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .activations import resolve
+from .functions import VARIANTS, batch_norm_act, inplace_abn, inplace_abn_sync
+
+__all__ = ["ABN", "InPlaceABN", "InPlaceABNSync", "set_active_group"]
+
+
+class ABN(nn.Module):
+    r"""Batch normalisation followed by an activation, as two ordinary steps.
+
+    .. math::
+        z = \varphi\Big(\gamma\,\frac{x-\mu}{\sqrt{\sigma^2+\epsilon}} + \beta\Big)
+
+    The plain twin of :class:`InPlaceABN`: same arguments, same state dict, two feature maps kept where that keeps one. Use it
+    for activations that cannot be inverted, for second derivatives, and to compare.
+
+    Args:
+        num_features: channels C of an input of shape (N, C) or (N, C, …).
+        eps: added to the variance.
+        momentum: weight of the newest batch in the running statistics; None for the plain average over all batches.
+        affine: learn γ and β; "bias" learns β alone and fixes γ to 1, for activations with φ(s·y) = s·φ(y) before a
+            convolution, which can take γ over.
+        track_running_stats: keep running statistics; without them evaluation uses the batch's own.
+        activation: a key of :data:`inplace_abn.ACTIVATIONS`, or "none".
+        activation_param: slope of leaky ReLU, α of ELU and CELU (0.01 for these too, unless given); others ignore it.
+        slope: an earlier name of ``activation_param``.
+        device: of the parameters and buffers.
+        dtype: of the parameters and running statistics.
+
+    ``eps``, ``momentum``, ``activation`` and ``activation_param`` may be assigned after construction.
+
+    Example:
+        >>> ABN(8, activation="relu")(torch.randn(2, 8, 5, 5)).min() >= 0
+        tensor(True)
+    """
+
+    _version = 2
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool | Literal["bias"] = True,
+        track_running_stats: bool = True,
+        activation: str | None = "leaky_relu",
+        activation_param: float = 0.01,
+        *,
+        slope: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(track_running_stats, str):
+            warnings.warn(
+                f"{type(self).__name__}: the fifth argument {track_running_stats!r} is taken for the activation, as in "
+                "inplace_abn 1.0; since 1.1 it is track_running_stats, so pass activation= by name",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            if activation is not None and not isinstance(activation, str):
+                activation_param = activation
+            activation, track_running_stats = track_running_stats, True
+        if slope is not None:
+            warnings.warn(f"{type(self).__name__}: slope= is now activation_param=", DeprecationWarning, stacklevel=2)
+            activation_param = slope
+        if num_features < 1:
+            raise ValueError(f"num_features is {num_features}; it must be at least 1")
+        phi, _ = resolve(activation, activation_param)
+        if affine == "bias" and not phi.scale_covariant:
+            raise ValueError(
+                f"affine='bias' fixes γ to 1, but {phi.name} is not scale-covariant, so the next convolution cannot take "
+                "γ over; use affine=True"
+            )
+        self.num_features = num_features
+        self.eps = eps
+        self.momentum = momentum
+        self.affine = affine
+        self.track_running_stats = track_running_stats
+        self.activation = activation
+        self.activation_param = activation_param
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(num_features, **like)) if affine is True else None
+        self.bias = nn.Parameter(torch.empty(num_features, **like)) if affine else None
+        counter = torch.tensor(0, dtype=torch.long, device=device) if track_running_stats else None
+        self.register_buffer("running_mean", torch.empty(num_features, **like) if track_running_stats else None)
+        self.register_buffer("running_var", torch.empty(num_features, **like) if track_running_stats else None)
+        self.register_buffer("num_batches_tracked", counter)
+        self.reset_parameters()
+
+    def reset_running_stats(self) -> None:
+        """Forget the running statistics: mean 0, variance 1, no batches."""
+        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+            self.running_mean.zero_()
+            self.running_var.fill_(1)
+            self.num_batches_tracked.zero_()
+
+    def reset_parameters(self) -> None:
+        """Set γ to 1, β to 0, and forget the running statistics."""
+        self.reset_running_stats()
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def _arguments(self) -> dict[str, Any]:
+        """What the functions take beside x; batch statistics serve where there are no running ones."""
+        tracked = not self.training or self.track_running_stats
+        return {
+            "weight": self.weight,
+            "bias": self.bias,
+            "running_mean": self.running_mean if tracked else None,
+            "running_var": self.running_var if tracked else None,
+            "training": self.training or self.running_mean is None,
+            "momentum": self.momentum,
+            "eps": self.eps,
+            "activation": self.activation,
+            "activation_param": self.activation_param,
+            "num_batches_tracked": self.num_batches_tracked,
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Z = φ(BN(x)), a new tensor."""
+        return batch_norm_act(x, **self._arguments())
+
+    def extra_repr(self) -> str:
+        """What the layer was built with."""
+        phi, a = resolve(self.activation, self.activation_param)
+        shown = (
+            f"{self.activation}[{self.activation_param}]"
+            if phi.parameter or (phi.name == "relu" and a == 0)
+            else phi.name
+        )
+        return (
+            f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
+            f"track_running_stats={self.track_running_stats}, activation={shown}"
+        )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Files of the original library up to 1.0, and of old torch, have no counter.
+        key = prefix + "num_batches_tracked"
+        if self.num_batches_tracked is not None and key not in state_dict:
+            state_dict[key] = torch.tensor(0, dtype=torch.long)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class InPlaceABN(ABN):
+    r"""Batch normalisation and an activation in one step that overwrites its input.
+
+    .. math::
+        \hat x = \frac{x-\mu}{\sqrt{\sigma^2+\epsilon}}, \qquad y = \gamma\,\hat x + \beta, \qquad z = \varphi(y)
+
+    Only :math:`z` is kept for the backward pass; :math:`y` and :math:`\hat x` are recovered from it, so a convolution
+    followed by this layer stores one feature map where convolution, batch norm and activation store two.
+    Parameters and buffers are named as in :class:`torch.nn.BatchNorm2d`, whose state dict loads and computes the same.
+
+    γ keeps its sign and is held at least ``weight_floor`` away from zero, in training and evaluation alike, so that it can be
+    divided by. Activations that cannot be inverted (relu, a slope of 0) are computed exactly, without the saving.
+
+    Args:
+        variant: the paper's backward pass I (on x̂) or II (on y); II does less work, both give the same gradients.
+        weight_floor: least magnitude of γ.
+
+    The other arguments are those of :class:`ABN`.
+
+    Warning:
+        The input is destroyed. It must have no other reader: after ``z = layer(h)``, ``h`` is ``z``. Code that changes z in
+        place afterwards (``z += r``, ``ReLU(inplace=True)``) makes the backward pass raise.
+
+    Example:
+        >>> block = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), InPlaceABN(8))
+        >>> block(torch.randn(2, 3, 16, 16)).shape
+        torch.Size([2, 8, 14, 14])
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool | Literal["bias"] = True,
+        track_running_stats: bool = True,
+        activation: str | None = "leaky_relu",
+        activation_param: float = 0.01,
+        *,
+        variant: str = "II",
+        weight_floor: float = 1e-5,
+        slope: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_features,
+            eps,
+            momentum,
+            affine,
+            track_running_stats,
+            activation,
+            activation_param,
+            slope=slope,
+            device=device,
+            dtype=dtype,
+        )
+        if variant not in VARIANTS:
+            raise ValueError(f"variant {variant!r} is unknown; one of: {', '.join(VARIANTS)}")
+        self.variant = variant
+        self.weight_floor = weight_floor
+
+    def _arguments(self) -> dict[str, Any]:
+        return {**super()._arguments(), "variant": self.variant, "weight_floor": self.weight_floor}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Z = φ(BN(x)), in x's own memory where autograd allows it."""
+        return inplace_abn(x, **self._arguments())
+
+    def extra_repr(self) -> str:
+        """What the layer was built with."""
+        return f"{super().extra_repr()}, variant={self.variant}"
+
+
+class InPlaceABNSync(InPlaceABN):
+    """:class:`InPlaceABN` with statistics over all ranks of a process group.
+
+    So far it runs with one rank, like :class:`InPlaceABN`, and raises in training with more.
+
+    Args:
+        group: the process group; None for all ranks.
+
+    The other arguments are those of :class:`InPlaceABN`.
+    """
+
+    def __init__(self, *args: Any, group: Any = None, **kwargs: Any) -> None:
+        # The original takes group as the eighth positional argument.
+        if len(args) > 7:
+            args, group = args[:7], args[7]
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+    def set_group(self, group: Any) -> None:
+        """Synchronise with the ranks of this group from now on."""
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Z = φ(BN(x)), normalised by the statistics of the whole group."""
+        return inplace_abn_sync(x, **self._arguments(), group=self.group)
+
+
+def set_active_group(module: nn.Module, group: Any) -> None:
+    """Hand the group to every layer inside that has ``set_group``."""
+    for layer in module.modules():
+        if callable(set_group := getattr(layer, "set_group", None)):
+            set_group(group)

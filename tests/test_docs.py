@@ -1,0 +1,64 @@
+"""What README and docs say is what the code and the committed measurements say. (Their >>> examples run as doctests.)"""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from inplace_abn import ACTIVATIONS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
+name = lambda path: path.name
+
+
+def read(results: str) -> list[dict[str, str]]:
+    with (ROOT / "benchmarks" / "results" / results).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_code_blocks_run(page, capsys):
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+        exec(compile(block, str(page), "exec"), {})
+
+
+def test_the_readmes_table_is_the_committed_measurement():
+    text = (ROOT / "README.md").read_text()
+    rows = read("demo-cpu-torch2.13.0.csv")
+    assert len(rows) == 2
+    for r in rows:
+        mib = [f"{int(r[k]) / 2**20:.1f} MiB" for k in ("kept_bytes", "peak_bytes")]
+        scores = [f"{float(r[k]):.1%}" for k in ("pixel_accuracy", "mean_iou")]
+        cells = [r["layer"], *mib, f"{float(r['median_ms']):.0f} ms", *scores]
+        assert f"| {' | '.join(cells)} |" in text
+    assert int(rows[1]["kept_bytes"]) <= 0.52 * int(rows[0]["kept_bytes"])
+
+
+def test_the_notes_table_is_the_committed_measurement():
+    text = (ROOT / "benchmarks" / "NOTES.md").read_text()
+    for r in read("layer-cpu-torch2.13.0.csv"):
+        spread = f"{r['median_ms']} ({r['p10_ms']}–{r['p90_ms']})"
+        assert f"| {r['candidate']} | {r['dtype']} | {r['layout']} | {spread} | {r['ratio_of_medians']} |" in text
+
+
+def test_the_gpu_figures_are_the_committed_measurement():
+    plain, lean = read("demo-h200-torch2.11.0.csv")
+    notes, readme = (ROOT / "benchmarks" / "NOTES.md").read_text(), (ROOT / "README.md").read_text()
+    for r in (plain, lean):
+        assert f"{int(r['peak_bytes']) / 2**20:.1f} MiB | {r['median_ms']} ms |" in notes
+        assert f"{int(r['peak_bytes']) / 2**20:.1f}" in readme and r["median_ms"] in readme
+
+
+def test_every_activation_is_described():
+    text = (ROOT / "docs" / "which-layer.md").read_text()
+    assert all(f"`{activation}`" in text for activation in ACTIVATIONS)

@@ -559,6 +559,23 @@ def test_training_leaves_a_zero_weight(dtype):
     assert (layer.weight > 0.5).all() and loss < 0.2
 
 
+@pytest.mark.parametrize("activation", ["leaky_relu", "relu"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.filterwarnings("ignore:relu has no inverse")
+def test_the_guard_lets_the_gradient_through(activation, training):
+    """Below the floor γ no longer moves with the weight, but the weight still gets dγ, on every path."""
+    layer, plain = (
+        InPlaceABN(C, activation=activation, weight_floor=0.25).double(),
+        ABN(C, activation=activation).double(),
+    )
+    with torch.no_grad():
+        layer.weight.fill_(0.1)
+        plain.weight.fill_(0.25)
+    layer.train(training), plain.train(training)
+    agree(lambda x, layer: layer(x * 1), leaf(), layer, plain)
+    assert layer.weight.grad.abs().min() > 0
+
+
 def test_a_larger_floor():
     layer, plain = InPlaceABN(C, weight_floor=0.25).double(), ABN(C).double()
     with torch.no_grad():

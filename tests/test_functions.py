@@ -169,10 +169,46 @@ def test_any_producer(producer):
     agree(network, leaf(), *pair())
 
 
+VIEWS_OF_KEEPERS = {
+    "sigmoid.flatten": lambda x: x.sigmoid().flatten(2),
+    "softmax.view": lambda x: x.softmax(1).view(3, C, 30),
+    "relu.transpose": lambda x: x.relu().transpose(2, 3),
+    "exp slice": lambda x: torch.cat([x, x], 1).exp()[:, 2 : 2 + C],
+    "tanh.unflatten": lambda x: x.tanh().unflatten(3, (2, 3)),
+    "twice": lambda x: x.sigmoid()[1:].flatten(2),
+    "in-place ABN, flattened": lambda x: inplace_abn(x * 1, None, None, None, None).flatten(2),
+    "in place on a slice": lambda x: (lambda h: (h[:, :2].relu_(), h)[1])(x * 1),
+    "cholesky": lambda x: torch.linalg.cholesky(x[:, :, :, :5] @ x[:, :, :, :5].mT + 9 * torch.eye(5, dtype=x.dtype)),
+    "inverse": lambda x: torch.linalg.inv(x[:, :, :, :5] @ x[:, :, :, :5].mT + 9 * torch.eye(5, dtype=x.dtype)),
+    "complex": lambda x: torch.complex(x, x + 1).sgn().real,
+}
+
+
+@pytest.mark.parametrize("producer", VIEWS_OF_KEEPERS)
+def test_a_view_of_an_output_that_was_kept(producer):
+    agree(lambda x, layer: layer(VIEWS_OF_KEEPERS[producer](x)), leaf(), *pair())
+
+
 def test_convolutions_and_sums_are_overwritten():
-    for producer in ("conv", "add", "cat"):
+    for producer in ("conv", "linear", "add", "cat", "max_pool", "batch_norm"):
         h = PRODUCERS[producer](leaf())
         assert pair()[0](h) is h
+
+
+@pytest.mark.parametrize("hooks", ["save_on_cpu", "identity"])
+def test_saved_tensor_hooks_switch_the_overwriting_off(hooks):
+    """Under them autograd no longer notices that a tensor it needs was changed."""
+    context = {
+        "save_on_cpu": torch.autograd.graph.save_on_cpu,
+        "identity": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    }[hooks]
+
+    def network(x, layer):
+        with context():
+            h = x * 1
+            return h.sin() + layer(h)
+
+    agree(network, leaf(), *pair())
 
 
 EDITS = {
@@ -252,8 +288,9 @@ def test_retain_grad_and_tensor_hooks():
         h = x * 1
         z = layer(h + x.flip(0))
         z.retain_grad()
+        z.register_hook(lambda g: 2 * g)
         (z**2).sum().backward()
-        grads.append(z.grad)
+        grads.append(torch.stack([z.grad, x.grad]))
     assert torch.allclose(*grads, rtol=1e-12)
 
 
@@ -336,6 +373,44 @@ def test_checkpointing_moves_statistics_once(place, reentrant, activation):
     assert ours.num_batches_tracked == 1
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_input_of_a_checkpoint_survives(reentrant):
+    """Others may read it: a shortcut, a second backward pass, the caller."""
+
+    def network(x, layer):
+        h = x * 1
+        before = h.detach().clone()
+        shortcut = h.sin()
+        out = checkpoint(layer, h, use_reentrant=reentrant) if isinstance(layer, InPlaceABN) else layer(h)
+        x.register_hook(lambda g: seen.append(torch.equal(h, before)))
+        return shortcut + out
+
+    seen = []
+    agree(network, leaf(), *pair())
+    assert seen and all(seen)
+
+
+def test_a_checkpoint_can_be_run_backward_twice():
+    ours, _ = pair()
+    x = leaf()
+    out = checkpoint(lambda h: ours(h).sin(), x * 1, use_reentrant=False)
+    (first,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    (second,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(first, second) and ours.num_batches_tracked == 1
+
+
+def test_a_checkpoint_with_other_hooks_inside():
+    def network(x, layer):
+        def segment(h):
+            with torch.autograd.graph.save_on_cpu():
+                z = layer(h)
+            return z.sin().cos()
+
+        return checkpoint(segment, x * 1, use_reentrant=False) if isinstance(layer, InPlaceABN) else segment(x * 1)
+
+    agree(network, leaf(), *pair())
+
+
 def test_training_between_an_evaluation_and_its_backward():
     """The running statistics move, but the evaluation's gradient is that of the values it used."""
     ours, plain = pair()
@@ -377,21 +452,36 @@ def test_relu_and_slope_zero_are_exact_and_warn_once(name):
 
 
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.filterwarnings("ignore:running statistics stay")
 def test_torch_func_transforms_take_the_plain_path(training):
     ours, plain = pair()
     ours.train(training), plain.train(training)
-    before = ours.running_mean.clone()
     x, v = leaf().detach(), torch.randn(3, C, 5, 6, dtype=torch.float64)
     loss = lambda layer: lambda x: layer(x * 1).pow(3).sum()
     y = x.clone().requires_grad_()
     (want,) = torch.autograd.grad(loss(plain)(y), y)
     assert torch.allclose(torch.func.grad(loss(ours))(x), want, rtol=1e-12)
     assert torch.allclose(torch.func.jvp(loss(ours), (x,), (v,))[1], (want * v).sum(), rtol=1e-12)
-    if not training:
-        batch = torch.randn(2, 3, C, 5, 6, dtype=torch.float64)
-        assert torch.allclose(torch.func.vmap(ours)(batch), torch.stack([plain(b) for b in batch]))
-    # A transform is a pure function: statistics stay.
-    assert torch.equal(ours.running_mean, before)
+    batch = torch.randn(2, 3, C, 5, 6, dtype=torch.float64)
+    assert torch.allclose(torch.func.vmap(ours)(batch), torch.stack([plain(b) for b in batch]))
+
+
+def test_torch_func_moves_the_statistics_it_is_given_and_says_when_it_cannot():
+    ours, _ = pair()
+    x = torch.randn(3, C, 5, 6, dtype=torch.float64)
+    moved = []
+    for layer in (ours, nn.BatchNorm2d(C).double()):
+        parameters, buffers = dict(layer.named_parameters()), {k: b.clone() for k, b in layer.named_buffers()}
+
+        def loss(parameters, buffers, layer=layer):
+            return torch.func.functional_call(layer, (parameters, buffers), (x,)).sum(), buffers
+
+        moved.append(torch.func.grad(loss, has_aux=True)(parameters, buffers)[1])
+    assert all(torch.allclose(moved[0][k], moved[1][k]) for k in moved[1]) and moved[0]["num_batches_tracked"] == 1
+    before = ours.running_mean.clone()
+    with pytest.warns(UserWarning, match="functional_call"):
+        torch.func.grad(lambda x: ours(x).sum())(x)
+    assert torch.equal(ours.running_mean, before) and ours.num_batches_tracked == 0
 
 
 def test_forward_mode_ad_is_refused():
@@ -402,12 +492,13 @@ def test_forward_mode_ad_is_refused():
             ours(x * 1)
 
 
-def test_compiled_training_is_right():
+@pytest.mark.parametrize("activation", ["leaky_relu", "relu"])
+def test_compiled_training_is_right(activation):
     def network(x, layer):
         f = lambda x: layer(x * 1).sin()
         return torch.compile(f, backend="aot_eager", fullgraph=True)(x) if isinstance(layer, InPlaceABN) else f(x)
 
-    agree(network, leaf(), *pair())
+    agree(network, leaf(), *pair(activation=activation))
     torch._dynamo.reset()
 
 
@@ -477,8 +568,10 @@ BAD = {
     "wrong channels": (lambda: torch.randn(2, 3, 5, 5, requires_grad=True) * 1, {}, ValueError, "has 3 channels"),
     "one dimension": (lambda: torch.randn(C, requires_grad=True) * 1, {}, ValueError, "at least two dimensions"),
     "other device": (lambda: torch.randn(2, C, 5, 5, device="meta"), {}, ValueError, "one device"),
-    "integers": (lambda: torch.ones(2, C, 5, 5, dtype=torch.long), {}, TypeError, "floating-point"),
-    "complex": (lambda: torch.ones(2, C, 5, 5, dtype=torch.complex64), {}, TypeError, "floating-point"),
+    "integers": (lambda: torch.ones(2, C, 5, 5, dtype=torch.long), {}, TypeError, "dense tensor of"),
+    "complex": (lambda: torch.ones(2, C, 5, 5, dtype=torch.complex64), {}, TypeError, "dense tensor of"),
+    "sparse": (lambda: torch.ones(2, C, 5, 5).to_sparse(), {}, TypeError, "dense tensor of"),
+    "float8": (lambda: torch.ones(2, C, 5, 5).to(torch.float8_e4m3fn), {}, TypeError, "dense tensor of"),
     "eps": (lambda: torch.randn(2, C, 5, 5), {"eps": 0.0}, ValueError, "eps is 0.0"),
     "activation": (lambda: torch.randn(2, C, 5, 5), {"activation": "gleu"}, ValueError, "gleu.*unknown"),
     "variant": (lambda: torch.randn(2, C, 5, 5), {"variant": "III"}, ValueError, "variant"),
@@ -494,11 +587,21 @@ def test_bad_input_is_named_and_changes_nothing(case):
         setattr(layer, name, value)
     x = make()
     before = {k: v.clone() for k, v in layer.state_dict().items()}
-    copy = x.detach().clone()
+    version = x._version
     with pytest.raises(kind, match=says):
         layer(x)
     assert all(torch.equal(v, before[k]) for k, v in layer.state_dict().items())
-    assert x.device.type == "meta" or torch.equal(x.detach(), copy)
+    assert x._version == version
+
+
+def test_a_layer_built_in_inference_mode_is_named_before_anything_is_written():
+    with torch.inference_mode():
+        layer = InPlaceABN(C)
+    h = leaf(dtype=torch.float32) * 1
+    version = h._version
+    with pytest.raises(RuntimeError, match="inference_mode"):
+        layer(h)
+    assert h._version == version
 
 
 def test_functional_checks():

@@ -81,7 +81,12 @@ def test_bytes_by_module_name_add_up_and_print():
     saved = saved_bytes(net, torch.randn(N, 3, S, S))
     assert sum(saved.by_module.values()) == saved.total
     assert saved.by_module["1.0"] == MAP + 2 * C * 4 and saved.by_module["1.1"] == MAP
-    assert f"{saved.total:,}" in str(saved) and "2.0" in str(saved) and "100.0%" in str(saved)
+    lines = [line.split() for line in str(saved).splitlines()]
+    assert [line[0] for line in lines] == ["1.0", "1.1", "2.0", "total"] and lines[-1][1:] == [
+        f"{saved.total:,}",
+        "B",
+        "100.0%",
+    ]
 
 
 def test_shared_storages_views_and_excluded_tensors_count_once_or_not():
@@ -130,6 +135,56 @@ def test_everything_is_as_before_afterwards():
     assert [m.training for m in net] == [True, True, True, False]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
     assert all(p.grad is None for p in net.parameters())
+
+
+def test_buffers_that_did_not_change_are_not_touched():
+    """A backward pass that is still to come needs them as they are."""
+    net = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C)).eval()
+    net.register_buffer("expanded", torch.zeros(1).expand(10))
+    with torch.inference_mode():
+        net.register_buffer("inference", torch.zeros(2))
+    x = torch.randn(N, 3, S, S)
+    pending = net(x).sum()
+    saved_bytes(net, x)
+    pending.backward()
+
+
+def test_buffers_made_or_replaced_by_the_forward_pass_are_undone():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cache", None)
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x):
+            self.cache = x.detach()
+            self.steps = self.steps + 1
+            self.register_buffer("new", torch.ones(1))
+            return x.sin()
+
+    net = Net()
+    saved_bytes(net, torch.randn(3, requires_grad=True))
+    assert net.cache is None and net.steps == 0 and list(net._buffers) == ["cache", "steps"]
+
+
+def test_inference_mode_around_it_does_not_matter():
+    net, x = chain(InPlaceABN), torch.randn(N, 3, S, S)
+    with torch.inference_mode():
+        inside = saved_bytes(net, x)
+    assert inside == saved_bytes(net, x)
+
+
+def test_a_keyword_called_model_reaches_the_model():
+    class Net(nn.Module):
+        def forward(self, model):
+            return model.exp().sin()
+
+    assert saved_bytes(Net(), model=torch.randn(10, requires_grad=True)).total == 40
+
+
+def test_a_function_is_refused():
+    with pytest.raises(TypeError, match=r"needs an nn\.Module"):
+        saved_bytes(torch.sin, torch.randn(3))
 
 
 def test_an_error_in_the_model_leaves_no_hooks():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -138,6 +139,9 @@ def test_repr_shows_the_activation():
     )
     assert "activation=identity, variant=I" in repr(InPlaceABN(4, activation="none", variant="I"))
     assert "activation=leaky_relu[0.0]" in repr(InPlaceABN(4, activation_param=0.0))
+    layer = InPlaceABN(4, weight_floor=0.1)
+    layer.activation = "gleu"
+    assert "activation=gleu, variant=II, weight_floor=0.1" in repr(layer)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -149,6 +153,27 @@ def test_a_file_without_the_counter_loads(kind):
     layer.load_state_dict({f"0.{k}": v for k, v in state.items()})
     state._metadata = {"": {"version": 2}}
     kind(3).load_state_dict(state)
+
+
+def test_a_partial_load_leaves_the_counter():
+    ours, theirs = InPlaceABN(3, momentum=None), nn.BatchNorm2d(3, momentum=None)
+    x = torch.randn(4, 3, 5, 5)
+    for layer in (ours, theirs):
+        for i in range(5):
+            layer(x + i)
+        layer.load_state_dict({}, strict=False)
+        layer(x + 100)
+    assert ours.num_batches_tracked == theirs.num_batches_tracked == 6
+    assert torch.allclose(ours.running_mean, theirs.running_mean)
+
+
+def test_loading_into_a_meta_layer_by_assignment():
+    with torch.device("meta"):
+        layer = InPlaceABN(3)
+    state = nn.BatchNorm2d(3).state_dict()
+    del state["num_batches_tracked"]
+    layer.load_state_dict(state, assign=True)
+    assert not any(t.is_meta for t in layer.state_dict().values()) and layer.num_batches_tracked == 0
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -200,10 +225,35 @@ def test_gamma_cannot_be_fixed_where_it_does_not_commute(activation):
         layer(torch.randn(2, 4, 3, 3))
 
 
-@pytest.mark.parametrize("change, says", [({"variant": "2"}, "variant"), ({"num_features": 0}, "num_features is 0")])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"variant": "2"}, "variant"),
+        ({"num_features": 0}, "num_features is 0"),
+        ({"eps": -1.0}, "eps is -1.0"),
+        ({"weight_floor": -1.0}, "weight_floor is -1.0"),
+        ({"affine": "weight"}, "True, False or 'bias'"),
+    ],
+)
 def test_construction_is_checked(change, says):
     with pytest.raises(ValueError, match=says):
         InPlaceABN(**{"num_features": 4, **change})
+
+
+@pytest.mark.parametrize("yes", [1, np.bool_(True)])
+def test_affine_takes_anything_that_is_true_or_false(yes):
+    assert [name for name, _ in InPlaceABN(3, affine=yes).named_parameters()] == ["weight", "bias"]
+    assert not list(InPlaceABN(3, affine=not yes).parameters())
+
+
+def test_warnings_point_at_the_caller():
+    for kind in (ABN, InPlaceABN):
+        with pytest.warns(DeprecationWarning) as caught:
+            kind(3, slope=0.1)
+        assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="no inverse") as caught:
+        nn.Sequential(InPlaceABN(3, activation="relu"))(torch.randn(2, 3, 4, 4))
+    assert caught[0].filename == __file__
 
 
 def test_groups_without_a_process_group():
@@ -215,6 +265,9 @@ def test_groups_without_a_process_group():
 
 def test_sync_takes_its_group_by_position():
     layer = InPlaceABNSync(3, 1e-5, 0.1, True, True, "elu", 0.5, "some group")
+    assert (layer.activation, layer.activation_param, layer.group) == ("elu", 0.5, "some group")
+    with pytest.warns(DeprecationWarning, match="fifth argument"):
+        layer = InPlaceABNSync(3, 1e-5, 0.1, True, "elu", 0.5, "some group")
     assert (layer.activation, layer.activation_param, layer.group) == ("elu", 0.5, "some group")
 
 

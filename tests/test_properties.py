@@ -35,6 +35,7 @@ class Case:
     parameter: float
     variant: str
     seed: int
+    strided: bool = False
 
 
 @st.composite
@@ -63,6 +64,7 @@ def cases(draw):
         draw(st.sampled_from(parameters[ACTIVATIONS[activation].parameter])),
         draw(st.sampled_from(["I", "II"])),
         draw(st.integers(0, 2**31)),
+        draw(st.booleans()),
     )
 
 
@@ -103,15 +105,22 @@ def run(function, case: Case, x, weight, bias, running, dz, device="cpu"):
     x, weight, bias, dz, *running = (None if t is None else t.to(device) for t in (x, weight, bias, dz, *running))
     base, view = LAYOUTS[case.x_layout](x)
     leaf = base.clone().requires_grad_()
-    parameters = [None if p is None else p.clone().requires_grad_() for p in (weight, bias)]
+    wanted = [leaf]
+    parameters = []
+    for p in (weight, bias):
+        # A strided parameter is every second value of a tensor that interleaves it with nonsense.
+        owner = p if p is None or not case.strided else torch.stack([p, p * 0 + 1e3], 1)
+        owner = None if owner is None else owner.clone().requires_grad_()
+        wanted += [] if owner is None else [owner]
+        parameters.append(owner if owner is None or not case.strided else owner[:, 0])
     statistics = [r.clone() for r in running] if case.tracked else [None, None]
     counter = torch.tensor(3, device=device)
     h = view(leaf * 1)
     strides = h.stride()
     z = function(h, *parameters, *statistics, counter)
     dz_base, dz_view = LAYOUTS[case.dz_layout](dz)
-    wanted = [leaf, *(p for p in parameters if p is not None)]
-    grads = torch.autograd.grad(z, wanted, dz_view(dz_base))
+    grads = list(torch.autograd.grad(z, wanted, dz_view(dz_base)))
+    grads[1:] = [g[:, 0] if case.strided else g for g in grads[1:]]
     shape = z.stride(), strides
     return z.detach().cpu(), shape, view(grads[0]).cpu(), [g.cpu() for g in grads[1:]], statistics, counter
 

@@ -43,6 +43,15 @@ def test_index_errors():
         StreetScenes(3)[3]
 
 
+def test_too_few_scenes_are_refused(capsys):
+    pytest.importorskip("rich")
+    from inplace_abn.recipes.demo import main
+
+    with pytest.raises(SystemExit):
+        main(["--scenes", "3"])
+    assert "at least 4 scenes" in capsys.readouterr().err
+
+
 def test_metrics_count_by_hand():
     label = torch.tensor([0, 0, 1, 1, VOID, 2])
     prediction = torch.tensor([0, 1, 1, 1, 0, 0])

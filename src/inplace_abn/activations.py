@@ -10,6 +10,7 @@ One saturated pixel therefore cannot turn a channel's sums into NaN.
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import torch as xp
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ACTIVATIONS", "ALIASES", "Activation", "resolve", "warn_once"]
+__all__ = ["ACTIVATIONS", "ALIASES", "Activation", "resolve", "warn", "warn_of_slope", "warn_once"]
 
 Formula = Callable[[Tensor, float], Tensor]
 Gradient = Callable[[Tensor, Tensor, float], Tensor]
@@ -301,11 +302,19 @@ ALIASES: dict[str | None, str] = {"none": "identity", None: "identity"}
 WARNED: set[str] = set()
 
 
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and point at the line outside this package and torch that led here."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in (__package__, "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
 def warn_once(message: str) -> None:
-    """Warn, the first time this very text comes up in the process."""
-    if message not in WARNED:
+    """Warn, the first time this very text comes up in the process. Silent in compiled code, which cannot warn."""
+    if not torch.compiler.is_compiling() and message not in WARNED:
         WARNED.add(message)
-        warnings.warn(message, UserWarning, stacklevel=4)
+        warn(message)
 
 
 def resolve(name: str | None, parameter: float) -> tuple[Activation, float]:
@@ -339,7 +348,11 @@ def resolve(name: str | None, parameter: float) -> tuple[Activation, float]:
 
 def warn_of_slope(phi: Activation, a: float, dtype: torch.dtype) -> None:
     """Warn, once, of a slope whose reciprocal does not fit the dtype that z is stored in."""
-    if phi.parameter != "slope" or torch.finfo(dtype).tiny <= 1.0 / a <= torch.finfo(dtype).max:
+    if (
+        torch.compiler.is_compiling()
+        or phi.parameter != "slope"
+        or torch.finfo(dtype).tiny <= 1.0 / a <= torch.finfo(dtype).max
+    ):
         return
     warn_once(
         f"{phi.name}: slope {a} inverts to {1.0 / a:g}, outside {dtype}'s range: values near zero flush to 0 and lose "

@@ -21,6 +21,7 @@ from .activations import Activation, resolve, warn_of_slope, warn_once
 __all__ = ["active_group", "batch_norm_act", "inplace_abn", "inplace_abn_sync"]
 
 VARIANTS = ("I", "II")
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # With INPLACE_ABN_DEBUG=1 the backward pass checks that z still holds the bits that forward wrote. Autograd itself misses writes
 # through .data; the check costs one read of z each way.
@@ -63,8 +64,8 @@ def inplace_abn(
 
     Autograd keeps z and a few per-channel vectors, whether or not x itself was overwritten. x is left alone, and z is a new
     tensor, where x has no history (a batch of data, a leaf), where its producer kept it for its own backward (sigmoid, softmax,
-    another layer of this kind), where it is one of several views (``chunk``) or overlaps itself (``expand``), under hooks
-    that hand out views, and wherever nothing is to be differentiated.
+    another layer of this kind), where it is one of several views (``chunk``) or overlaps itself (``expand``), under module hooks
+    that hand out views, under saved-tensor hooks (checkpointing, offloading), and wherever nothing is to be differentiated.
 
     Activations without an inverse run ``batch_norm`` and φ as separate steps, which keep two maps. So does everything that
     is traced: ``torch.compile``, ``torch.export``, ``torch.jit.trace``, ``torch.func``.
@@ -82,7 +83,8 @@ def inplace_abn(
         activation_param: slope of leaky ReLU, α of ELU and CELU; others ignore it.
         variant: which of the paper's backward passes, "I" or "II".
         weight_floor: least magnitude of γ; its sign is kept.
-        num_batches_tracked: counts training calls, moved by one in each.
+        num_batches_tracked: counts the training calls that moved the running statistics. A call inside a backward pass is
+            taken for the recomputation of a checkpointed segment, and moves nothing.
 
     Example:
         >>> x = torch.nn.functional.conv2d(torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3, requires_grad=True))
@@ -229,7 +231,7 @@ class InPlaceABN(torch.autograd.Function):
             reference.normalize_(z, running_mean.double(), invstd, weight, bias, how.floor, how.phi, how.a)
         ctx.save_for_backward(z, weight, bias, invstd)
         ctx.how = how
-        ctx.checksum = _checksum(z) if DEBUG else None
+        ctx.checksum = _checksum(z) if DEBUG and not z.is_meta else None
         return z
 
     @staticmethod
@@ -301,12 +303,22 @@ def _composite(
         # Copies: a training step in between may move the buffers that backward needs.
         fixed = running_mean.to(dtype, copy=True), running_var.to(dtype, copy=True)
         return how.phi.plain(F.batch_norm(x, *fixed, weight, bias, False, 0.0, how.eps), how.a)
-    # A function transform must not have side effects.
-    if running_mean is None or running_var is None or _is_transformed():
+    if running_mean is None or running_var is None:
         return how.phi.plain(F.batch_norm(x, None, None, weight, bias, True, 0.0, how.eps), how.a)
-    # Momentum 1 makes torch hand out the batch's own statistics.
-    mean, unbiased = x.new_zeros(x.shape[1], dtype=dtype), x.new_zeros(x.shape[1], dtype=dtype)
-    y = F.batch_norm(x, mean, unbiased, weight, bias, True, 1.0, how.eps)
+    if _is_transformed():
+        y = F.batch_norm(x, None, None, weight, bias, True, 0.0, how.eps)
+        unbiased, mean = torch.var_mean(x.detach().to(dtype), [0, *range(2, x.dim())], correction=1)
+        # What a transform wraps cannot be written into a buffer from outside of it.
+        if _is_wrapped(mean) and not _is_wrapped(running_mean):
+            warn_once(
+                "running statistics stay as they are inside this torch.func transform: they were not among its inputs; "
+                "hand the buffers in by torch.func.functional_call"
+            )
+            return how.phi.plain(y, how.a)
+    else:
+        # Momentum 1 makes torch hand out the batch's own statistics.
+        mean, unbiased = x.new_zeros(x.shape[1], dtype=dtype), x.new_zeros(x.shape[1], dtype=dtype)
+        y = F.batch_norm(x, mean, unbiased, weight, bias, True, 1.0, how.eps)
     if not _recomputing():
         with torch.no_grad():
             reference.track(running_mean, running_var, num_batches_tracked, mean, unbiased, how.momentum)
@@ -323,8 +335,9 @@ def _check(
     how: Settings,
 ) -> None:
     """Raise before anything is written if the call cannot be right."""
-    if not x.is_floating_point():
-        raise TypeError(f"x is {x.dtype}; batch norm needs a floating-point tensor, so convert it: x.float()")
+    if x.layout != torch.strided or x.dtype not in DTYPES:
+        names = ", ".join(str(dtype) for dtype in DTYPES)
+        raise TypeError(f"x is {x.layout} {x.dtype}; it must be a dense tensor of {names}: convert it, as by x.float()")
     if x.dim() < 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; it needs at least two dimensions, (N, C) or (N, C, …)")
     channels = x.shape[1]
@@ -350,17 +363,28 @@ def _check(
             f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}; "
             "use a larger batch, or the layer in eval mode"
         )
-    if how.training and how.momentum is None and running_mean is not None and num_batches_tracked is None:
-        raise ValueError("momentum=None averages over all batches and needs num_batches_tracked to count them")
-    if how.eps <= 0:
-        raise ValueError(f"eps is {how.eps}; it must be positive, such as 1e-5")
-    if how.floor < 0:
-        raise ValueError(f"weight_floor is {how.floor}; it must not be negative")
-    if how.variant not in VARIANTS:
-        raise ValueError(f"variant {how.variant!r} is unknown; one of: {', '.join(VARIANTS)}")
-    if weight is None and bias is not None and not how.phi.scale_covariant:
+    if how.training and running_mean is not None:
+        if how.momentum is None and num_batches_tracked is None:
+            raise ValueError("momentum=None averages over all batches and needs num_batches_tracked to count them")
+        if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()) and running_mean.is_inference():
+            raise RuntimeError(
+                "running_mean was made under torch.inference_mode and cannot be moved outside of it; build the layer outside, "
+                "or copy its state into one that was"
+            )
+    check_options(how.phi, how.eps, how.floor, how.variant, weight is None and bias is not None)
+
+
+def check_options(phi: Activation, eps: float, floor: float, variant: str, gamma_is_one: bool) -> None:
+    """Raise if the settings cannot be right, whatever the input."""
+    if not eps > 0:
+        raise ValueError(f"eps is {eps}; it must be positive, such as 1e-5")
+    if not floor >= 0:
+        raise ValueError(f"weight_floor is {floor}; it must not be negative")
+    if variant not in VARIANTS:
+        raise ValueError(f"variant {variant!r} is unknown; one of: {', '.join(VARIANTS)}")
+    if gamma_is_one and not phi.scale_covariant:
         raise ValueError(
-            f"γ is fixed to 1 (affine='bias'), but {how.phi.name} is not scale-covariant, so the next convolution "
+            f"γ is fixed to 1 (affine='bias'), but {phi.name} is not scale-covariant, so the next convolution "
             "cannot take γ over; use affine=True"
         )
 
@@ -378,10 +402,13 @@ def _recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _in_checkpoint() -> bool:
-    """Whether torch.utils.checkpoint will run this forward again: x may be the input it starts from."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", "")
+def _is_wrapped(tensor: Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _is_hooked() -> bool:
+    """Whether saved-tensor hooks are active: checkpointing will start again from its inputs, and versions go unchecked."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _needs_graph(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -389,21 +416,30 @@ def _needs_graph(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
 
 
+# What autograd's own nodes call the inputs and the small results that they save. Anything else may be their output.
+INPUTS = "self other input weight bias mat1 mat2 batch1 batch2 vec vec1 vec2 tensor1 tensor2 mask index indices end grid target"
+INPUTS += " result1 result2 result3 running_mean running_var"
+
+
 @cache
 def _keeps_its_output(node: type) -> bool:
     """Whether an autograd node may need its own output in backward: sigmoid, softmax, …, and any custom Function."""
-    names = {"_raw_saved_result", "_raw_saved_result0", "_raw_saved_output", "_raw_saved_out"}
-    return issubclass(node, BackwardCFunction) or not names.isdisjoint(dir(node))
+    if issubclass(node, BackwardCFunction) or node.__name__ == "CopySlices":
+        return True
+    saved = {name.removeprefix("_raw_saved_") for name in dir(node) if name.startswith("_raw_saved_")}
+    return not saved <= set(INPUTS.split())
 
 
 def _may_overwrite(x: Tensor) -> bool:
     """Whether writing to x changes nothing that anybody else was promised."""
     # No history: a batch of data, or a leaf. Its owner has not agreed to lose it.
-    if x.grad_fn is None or _keeps_its_output(type(x.grad_fn)) or _in_checkpoint():
+    if x.grad_fn is None or _keeps_its_output(type(x.grad_fn)) or _is_hooked() or _recomputing():
         return False
     if x._is_view():
         base = x._base
-        if base is None or base.is_leaf or torch._C._autograd._get_creation_meta(x) != _PLAIN_VIEW:
+        if base is None or base.grad_fn is None or _keeps_its_output(type(base.grad_fn)):
+            return False
+        if torch._C._autograd._get_creation_meta(x) != _PLAIN_VIEW:
             return False
     # Every stride must step over all that the smaller ones reach; else two indices may share an element.
     reach = 0
@@ -421,7 +457,7 @@ _PLAIN_VIEW = torch._C._autograd.CreationMeta.DEFAULT
 def _checksum(z: Tensor) -> Tensor:
     """Sum of z's bits as integers, modulo 2⁶⁴: any change of a single element changes it."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[z.element_size()]
-    return z.detach().view(bits).sum(dtype=torch.int64)
+    return z.detach().resolve_neg().view(bits).sum(dtype=torch.int64)
 
 
 def _saved(ctx: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:

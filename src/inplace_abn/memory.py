@@ -42,15 +42,16 @@ class _Kept:
         self.module = module
 
 
-def saved_bytes(model: nn.Module, *inputs: Any, **keywords: Any) -> SavedBytes:
+def saved_bytes(model: nn.Module, /, *inputs: Any, **keywords: Any) -> SavedBytes:
     """Run ``model(*inputs, **keywords)`` once and count the bytes autograd keeps for its backward pass.
 
-    Storages are counted whole (a view keeps all of its base alive) and once. Those of parameters, buffers and inputs are not
-    counted: they exist anyway. Neither is what was freed before the forward pass ended. The model runs in the mode it is in;
-    its buffers and the random state are as before afterwards. Works on ``meta`` tensors too, without computing anything.
+    Storages are counted whole (a view keeps all of its base alive) and once. Those of parameters, buffers and inputs (tensors
+    in tuples, lists and dicts) are not counted: they exist anyway. Neither is what was freed before the forward pass ended.
+    The model runs in the mode it is in; its buffers and torch's random state are as before afterwards. Works on ``meta``
+    tensors too, without computing anything.
 
-    State that autograd's hooks do not see is missing: tensors a custom Function sets as attributes, oneDNN workspaces. A
-    model made by ``torch.compile`` should have run once before.
+    Missing are sparse and nested tensors, and state that autograd's hooks do not see: tensors a custom Function sets as
+    attributes, oneDNN workspaces. A model made by ``torch.compile``, or with lazy layers, should have run once before.
 
     Example:
         >>> from inplace_abn import InPlaceABN
@@ -64,10 +65,12 @@ def saved_bytes(model: nn.Module, *inputs: Any, **keywords: Any) -> SavedBytes:
         1                8,208 B  100.0%
         total            8,208 B  100.0%
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"saved_bytes needs an nn.Module to name its parts by, not {type(model).__name__}")
     known = {
         _storage(t)
         for t in [*model.parameters(), *model.buffers(), *tree_leaves((inputs, keywords))]
-        if isinstance(t, Tensor) and t.layout == torch.strided
+        if isinstance(t, Tensor) and t.layout == torch.strided and not torch.nn.parameter.is_lazy(t)
     }
     running = [""]
     kept: list[weakref.ref[_Kept]] = []
@@ -79,7 +82,8 @@ def saved_bytes(model: nn.Module, *inputs: Any, **keywords: Any) -> SavedBytes:
         return handle
 
     with _named_calls(model, running), _state_restored(model):
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda handle: handle.tensor):
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda handle: handle.tensor)
+        with torch.inference_mode(False), torch.enable_grad(), hooks:
             output = model(*inputs, **keywords)
         sizes: dict[int, int] = {}
         by_module = {name: 0 for name, _ in model.named_modules()}
@@ -90,7 +94,7 @@ def saved_bytes(model: nn.Module, *inputs: Any, **keywords: Any) -> SavedBytes:
             storage = _storage(handle.tensor)
             if storage not in known and storage not in sizes:
                 sizes[storage] = handle.tensor.untyped_storage().nbytes()
-                by_module[handle.module] += sizes[storage]
+                by_module[handle.module] = by_module.get(handle.module, 0) + sizes[storage]
         # The graph hangs on the output: it had to live until here.
         del output
     return SavedBytes(sum(sizes.values()), by_module)
@@ -100,7 +104,8 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str = "cpu") -
     """Most bytes that torch had allocated at once while ``step()`` ran, beyond those at its start.
 
     On a GPU this is the allocator's own peak. On a CPU torch's profiler reports every allocation and release in order; the
-    peak is the largest partial sum. What a library such as oneDNN allocates by itself is not seen there.
+    peak is the largest partial sum. Not seen there: what other threads allocate, what a library such as oneDNN allocates
+    by itself, and the release of what existed before.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -147,18 +152,19 @@ def _pop(running: list[str]) -> None:
 @contextmanager
 def _state_restored(model: nn.Module) -> Iterator[None]:
     """Put buffers and the random state back as they were."""
-    before = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    tables = [(module, dict(module._buffers)) for module in model.modules()]
+    # An inference tensor cannot change outside inference mode.
+    buffers = [b for _, table in tables for b in table.values() if b is not None and not b.is_inference()]
+    before = [(buffer, buffer._version, buffer.detach().clone()) for buffer in buffers]
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=[d for d in devices if d is not None]):
         try:
             yield
         finally:
+            for module, table in tables:
+                module._buffers.clear()
+                module._buffers.update(table)
             with torch.no_grad():
-                for module, name, buffer, value in before:
-                    buffer.copy_(value)
-                    module._buffers[name] = buffer
+                for buffer, version, value in before:
+                    if buffer._version != version:
+                        buffer.copy_(value)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .activations import resolve
-from .functions import VARIANTS, batch_norm_act, inplace_abn, inplace_abn_sync
+from .activations import ACTIVATIONS, ALIASES, resolve, warn
+from .functions import VARIANTS, batch_norm_act, check_options, inplace_abn, inplace_abn_sync
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync", "set_active_group"]
 
@@ -66,26 +65,24 @@ class ABN(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(track_running_stats, str):
-            warnings.warn(
+            warn(
                 f"{type(self).__name__}: the fifth argument {track_running_stats!r} is taken for the activation, as in "
                 "inplace_abn 1.0; since 1.1 it is track_running_stats, so pass activation= by name",
                 DeprecationWarning,
-                stacklevel=2,
             )
             if activation is not None and not isinstance(activation, str):
                 activation_param = activation
             activation, track_running_stats = track_running_stats, True
         if slope is not None:
-            warnings.warn(f"{type(self).__name__}: slope= is now activation_param=", DeprecationWarning, stacklevel=2)
+            warn(f"{type(self).__name__}: slope= is now activation_param=", DeprecationWarning)
             activation_param = slope
         if num_features < 1:
             raise ValueError(f"num_features is {num_features}; it must be at least 1")
+        if isinstance(affine, str) and affine != "bias":
+            raise ValueError(f"affine is {affine!r}; it is True, False or 'bias'")
+        affine = affine if affine == "bias" else bool(affine)
         phi, _ = resolve(activation, activation_param)
-        if affine == "bias" and not phi.scale_covariant:
-            raise ValueError(
-                f"affine='bias' fixes γ to 1, but {phi.name} is not scale-covariant, so the next convolution cannot take "
-                "γ over; use affine=True"
-            )
+        check_options(phi, eps, 0.0, VARIANTS[0], affine == "bias")
         self.num_features = num_features
         self.eps = eps
         self.momentum = momentum
@@ -139,12 +136,9 @@ class ABN(nn.Module):
 
     def extra_repr(self) -> str:
         """What the layer was built with."""
-        phi, a = resolve(self.activation, self.activation_param)
-        shown = (
-            f"{self.activation}[{self.activation_param}]"
-            if phi.parameter or (phi.name == "relu" and a == 0)
-            else phi.name
-        )
+        phi = ACTIVATIONS.get(ALIASES.get(self.activation, self.activation) or "")
+        name = phi.name if phi else self.activation
+        shown = f"{name}[{self.activation_param}]" if phi and phi.parameter else name
         return (
             f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
             f"track_running_stats={self.track_running_stats}, activation={shown}"
@@ -154,7 +148,8 @@ class ABN(nn.Module):
         # Files of the original library up to 1.0, and of old torch, have no counter.
         key = prefix + "num_batches_tracked"
         if self.num_batches_tracked is not None and key not in state_dict:
-            state_dict[key] = torch.tensor(0, dtype=torch.long)
+            counter = self.num_batches_tracked
+            state_dict[key] = torch.zeros((), dtype=torch.long) if counter.is_meta else counter
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -215,8 +210,7 @@ class InPlaceABN(ABN):
             device=device,
             dtype=dtype,
         )
-        if variant not in VARIANTS:
-            raise ValueError(f"variant {variant!r} is unknown; one of: {', '.join(VARIANTS)}")
+        check_options(resolve(self.activation, self.activation_param)[0], eps, weight_floor, variant, False)
         self.variant = variant
         self.weight_floor = weight_floor
 
@@ -229,7 +223,8 @@ class InPlaceABN(ABN):
 
     def extra_repr(self) -> str:
         """What the layer was built with."""
-        return f"{super().extra_repr()}, variant={self.variant}"
+        floor = "" if self.weight_floor == 1e-5 else f", weight_floor={self.weight_floor}"
+        return f"{super().extra_repr()}, variant={self.variant}{floor}"
 
 
 class InPlaceABNSync(InPlaceABN):
@@ -244,9 +239,10 @@ class InPlaceABNSync(InPlaceABN):
     """
 
     def __init__(self, *args: Any, group: Any = None, **kwargs: Any) -> None:
-        # The original takes group as the eighth positional argument.
-        if len(args) > 7:
-            args, group = args[:7], args[7]
+        # The original takes group as its last positional argument: the eighth; the seventh in 1.0, whose fifth is a string.
+        place = 6 if len(args) > 4 and isinstance(args[4], str) else 7
+        if len(args) > place:
+            args, group = args[:place], args[place]
         super().__init__(*args, **kwargs)
         self.group = group
 

@@ -61,7 +61,8 @@ def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, floor: float) 
     else:
         weight = weight.double()
         gamma = weight.abs().clamp_min_(floor).copysign_(weight)
-    return gamma, torch.zeros_like(gamma) if bias is None else bias.double()
+    # ATen's channels-last kernels take a strided vector for a dense one.
+    return gamma, torch.zeros_like(gamma) if bias is None else bias.double().contiguous()
 
 
 def track(
@@ -236,8 +237,9 @@ def input_grad_batch(
     dx is a new buffer (autograd may have other holders of dz, and z is the next layer's input). Transient beside it: y and dy
     of one slab of at most :data:`SLAB` elements, in float32 for 16-bit z, and what the formulas of φ allocate on the way.
     """
-    if z.numel() > SLAB and z.stride(1) == 1:
-        # A range of channels would be crumbs of memory here (4 to 9 times slower): two walks over tiles instead.
+    if z.stride(1) == 1 and (z.numel() > SLAB or dz.stride() != z.stride()):
+        # Channels are innermost. A range of them is crumbs of memory (4 to 9 times slower), and ATen sums them one by one in
+        # float32, as torch does only if dz has the same layout. Two walks over tiles instead.
         sum_dy, sum_dy_xhat = sums(dz, z, weight, bias, floor, phi, a, variant)
         count = z.numel() // z.shape[1]
         rest = (floor, phi, a, variant)

@@ -227,6 +227,8 @@ def main(arguments: list[str] | None = None) -> list[Run]:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("runs") / "demo", help="folder for the figure and the numbers")
     given = parser.parse_args(arguments)
+    if given.scenes < 4 or given.batch < 1 or given.height < 8:
+        parser.error("at least 4 scenes, a batch of 1 and a height of 8 are needed")
     size = (given.height, 2 * given.height)
     return compare(given.steps, given.scenes, given.batch, size, torch.device(given.device), given.out)
 

@@ -1,9 +1,14 @@
 """Time of forward and backward of the layer against its rivals, interleaved in one run.
 
-    python benchmarks/layer.py [--threads 2] [--rounds 40] [--out benchmarks/results]
+    python benchmarks/layer.py [--threads 2] [--rounds 40] [--out benchmarks/results]      # on a CPU
+    python benchmarks/layer.py --device cuda [--rounds 20]                                 # on a GPU
 
-One row per candidate, layout and dtype: median, 10th and 90th percentile of forward + backward in milliseconds. All candidates
-of a shape take turns, each on a fresh copy of the same input, so that the machine's moods are shared.
+CPU: one row per candidate, layout and dtype: median, 10th and 90th percentile of forward + backward in milliseconds. All
+candidates of a shape take turns, each on a fresh copy of the same input, so that the machine's moods are shared.
+
+GPU: one row per shape, direction and implementation, in microseconds of device time, the L2 cache flushed before each. The
+floor is the least traffic (2 passes forward, 3 backward) over the copy bandwidth measured in the same run; floor2 is that of two
+launches (3 and 5).
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import csv
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,6 +26,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from inplace_abn import InPlaceABN
+from inplace_abn.activations import resolve
+from inplace_abn.functions import backend
 
 SHAPE = (16, 64, 56, 56)
 COLUMNS = [
@@ -79,14 +87,123 @@ def measure(
     return seconds
 
 
+GPU_COLUMNS = [
+    "shape",
+    "dtype",
+    "layout",
+    "direction",
+    "impl",
+    "median_us",
+    "p10_us",
+    "p90_us",
+    "gpu",
+    "torch",
+    "triton",
+]
+GPU_CASES = [
+    ((32, 256, 56, 56), "bfloat16"),
+    ((32, 256, 56, 56), "float32"),
+    ((64, 64, 112, 112), "bfloat16"),
+    ((16, 128, 336, 336), "bfloat16"),
+    ((12, 4096, 97, 97), "bfloat16"),
+    ((32, 2048, 7, 7), "bfloat16"),
+]
+
+
+def device_times(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Microseconds of device time of each call, in turn, with a cold L2 cache."""
+    flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds + 3):
+        for name, call in calls.items():
+            flush.zero_()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            # The host runs ahead while the device sleeps, so that launch gaps do not count.
+            torch.cuda._sleep(1_000_000)
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            if i >= 3:
+                times[name].append(1e3 * start.elapsed_time(end))
+    return times
+
+
+def gpu_case(
+    shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format, rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    x, dz = (torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=layout) for _ in range(2))
+    layers = {"eager": standard(shape[1]), "compile": torch.compile(standard(shape[1])), "ours": InPlaceABN(shape[1])}
+    forward: dict[str, Callable[[], object]] = {}
+    backward: dict[str, Callable[[], object]] = {}
+    for name, layer in layers.items():
+        layer.cuda()
+        leaf = x.clone().requires_grad_()
+        z = layer(leaf * 1)
+        inputs = [leaf, *layer.parameters()]
+        forward[name] = lambda layer=layer, leaf=leaf: layer(leaf)
+        backward[name] = lambda z=z, inputs=inputs: torch.autograd.grad(z, inputs, dz, retain_graph=True)
+    # In place on a buffer of its own, again and again; a layer called on a leaf would copy it first.
+    ours, buffer = layers["ours"], x.clone()
+    phi, a = resolve(ours.activation, ours.activation_param)
+    state = (ours.weight, ours.bias, ours.running_mean, ours.running_var, ours.num_batches_tracked)
+    verbs = backend(buffer)
+    forward["ours"] = lambda: verbs.normalize_batch_(buffer, *state, ours.momentum, ours.eps, ours.weight_floor, phi, a)
+    return {"forward": device_times(forward, rounds), "backward": device_times(backward, rounds)}
+
+
+def microseconds_per_byte() -> float:
+    """Of traffic, by a large copy."""
+    source, target = (torch.empty(1 << 29, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    copying = statistics.median(device_times({"copy": lambda: target.copy_(source)}, 20)["copy"])
+    return copying / (2 * source.nbytes)
+
+
+def gpu(rounds: int, out: Path) -> Path:
+    import triton
+
+    torch._dynamo.config.cache_size_limit = 256
+    # The compiled backward is called again and again on one graph.
+    torch._functorch.config.donated_buffer = False
+    per_byte = microseconds_per_byte()
+    card = torch.cuda.get_device_name().replace("NVIDIA ", "").replace(" ", "-")
+    version = torch.__version__.split("+")[0]
+    path = out / f"layer-{card}-torch{version}-triton{triton.__version__}.csv"
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(GPU_COLUMNS)
+        for shape, kind in GPU_CASES:
+            for name, layout in LAYOUTS.items():
+                dtype = getattr(torch, kind)
+                one_pass = per_byte * dtype.itemsize * torch.Size(shape).numel()
+                for direction, times in gpu_case(shape, dtype, layout, rounds).items():
+                    passes = {"floor": 2, "floor2": 3} if direction == "forward" else {"floor": 3, "floor2": 5}
+                    figures = {impl: [one_pass * n] * 3 for impl, n in passes.items()}
+                    for impl, us in times.items():
+                        deciles = statistics.quantiles(us, n=10)
+                        figures[impl] = [statistics.median(us), deciles[0], deciles[-1]]
+                    for impl, values in figures.items():
+                        where = ["x".join(map(str, shape)), kind, name, direction, impl]
+                        rows.writerow(
+                            [*where, *(f"{v:.1f}" for v in values), card, torch.__version__, triton.__version__]
+                        )
+                    print(shape, kind, name, direction, {impl: round(v[0]) for impl, v in figures.items()}, flush=True)
+                torch.cuda.empty_cache()
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     given.out.mkdir(parents=True, exist_ok=True)
+    if given.device == "cuda":
+        print(gpu(given.rounds, given.out))
+        return
     path = given.out / f"layer-cpu-torch{torch.__version__.split('+')[0]}.csv"
     with path.open("w", newline="") as file:
         rows = csv.writer(file)

@@ -26,7 +26,7 @@ prepare() {
     fi
     say "Installing torch and what else the '$extra' extra needs into .venv (once; some minutes)"
     # Torch first and by exact version: a range would bring whatever is newest.
-    install -r constraints.txt && install -c constraints.txt -e ".[$extra]" ||
+    install "$(grep "^torch==" constraints.txt)" && install -c constraints.txt -e ".[$extra]" ||
         fail "The installation failed. Is there a network, and room on the disk? Then run $0 again."
     touch ".venv/ready-$stamp"
 }

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from functools import cache
 from typing import Any, NamedTuple
@@ -208,11 +209,12 @@ class InPlaceABN(torch.autograd.Function):
             ctx.mark_dirty(x)
         else:
             z = x.clone()
+        ops = backend(z)
         if how.training:
             # Statistics move once.
             if _recomputing():
                 running_mean = running_var = num_batches_tracked = None
-            invstd = reference.normalize_batch_(
+            invstd = ops.normalize_batch_(
                 z,
                 weight,
                 bias,
@@ -228,7 +230,7 @@ class InPlaceABN(torch.autograd.Function):
         else:
             assert running_mean is not None and running_var is not None
             invstd = (running_var.double() + how.eps).rsqrt_()
-            reference.normalize_(z, running_mean.double(), invstd, weight, bias, how.floor, how.phi, how.a)
+            ops.normalize_(z, running_mean.double(), invstd, weight, bias, how.floor, how.phi, how.a)
         ctx.save_for_backward(z, weight, bias, invstd)
         ctx.how = how
         ctx.checksum = _checksum(z) if DEBUG and not z.is_meta else None
@@ -248,16 +250,17 @@ class InPlaceABN(torch.autograd.Function):
     def _gradients(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         z, weight, bias, invstd = _saved(ctx)
         how: Settings = ctx.how
+        ops = backend(z)
         rest = (how.floor, how.phi, how.a, how.variant)
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         dx = dgamma = dbeta = None
         if how.training and need_x:
-            dx, dgamma, dbeta = reference.input_grad_batch(dz, z, weight, bias, invstd, *rest)
+            dx, dgamma, dbeta = ops.input_grad_batch(dz, z, weight, bias, invstd, *rest)
         else:
             if need_weight or need_bias:
-                dbeta, dgamma = reference.sums(dz, z, weight, bias, *rest)
+                dbeta, dgamma = ops.sums(dz, z, weight, bias, *rest)
             if need_x:
-                dx = reference.input_grad(dz, z, weight, bias, invstd, None, None, 0, *rest)
+                dx = ops.input_grad(dz, z, weight, bias, invstd, None, None, 0, *rest)
         dweight = dgamma.to(weight.dtype) if need_weight and weight is not None and dgamma is not None else None
         dbias = dbeta.to(bias.dtype) if need_bias and bias is not None and dbeta is not None else None
         return dx, dweight, dbias
@@ -276,6 +279,22 @@ class _OnlyOnce(torch.autograd.Function):
             "InPlaceABN cannot be differentiated twice: its gradient is computed from z and not recorded. Where second "
             "derivatives are needed (gradient penalties, meta-learning), use inplace_abn.ABN, which keeps two maps"
         )
+
+
+@cache
+def _kernels() -> Any:
+    """The Triton kernels, imported when a GPU first needs them; None where there is no Triton."""
+    try:
+        return importlib.import_module(f"{__package__}.kernels")
+    except ImportError:
+        return None
+
+
+def backend(x: Tensor) -> Any:
+    """The module whose verbs run on x: the kernels where they take it, else the reference."""
+    if x.is_cuda and (kernels := _kernels()) is not None and kernels.supports(x):
+        return kernels
+    return reference
 
 
 def _composite(

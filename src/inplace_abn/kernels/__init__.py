@@ -74,11 +74,10 @@ def layout(x: Tensor) -> Layout | None:
 
 def supports(x: Tensor) -> bool:
     """Whether the kernels take x: float32, float16 or bfloat16 on a GPU, with strides that let pixels run in one line."""
+    # Subclasses (fake tensors among them) and lazily negated tensors are not what their memory says.
+    plain = type(x) in (Tensor, torch.nn.Parameter) and x.is_cuda and not x.is_neg()
     return (
-        x.is_cuda
-        and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
-        and x.numel() > 0
-        and layout(x) is not None
+        plain and x.dtype in (torch.float32, torch.float16, torch.bfloat16) and x.numel() > 0 and layout(x) is not None
     )
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from bounds import ulp
-from inplace_abn import ACTIVATIONS, InPlaceABN, reference
+from inplace_abn import ACTIVATIONS, InPlaceABN, inplace_abn, reference, saved_bytes
 from inplace_abn.activations import resolve
 from layouts import LAYOUTS
 
@@ -219,6 +219,36 @@ def test_a_captured_graph_replays_bit_for_bit():
         assert torch.equal(z, want) and all(torch.equal(a, b) for a, b in zip(grads, want_grads, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), twin.buffers(), strict=True))
     assert layer.num_batches_tracked == 100
+
+
+@on_a_gpu
+def test_autograd_sees_that_statistics_moved_and_saved_bytes_puts_them_back():
+    layer = InPlaceABN(4).cuda()
+    x = torch.randn(2, 4, 8, 8, device="cuda")
+    versions = [b._version for b in layer.buffers()]
+    assert saved_bytes(layer, x).total == x.nbytes + 4 * 4
+    assert layer.num_batches_tracked == 0 and torch.equal(layer.running_mean, torch.zeros(4, device="cuda"))
+    layer(x.requires_grad_())
+    assert all(b._version > v for b, v in zip(layer.buffers(), versions, strict=True))
+
+
+@on_a_gpu
+def test_strided_buffers_and_negated_tensors():
+    x = torch.complex(torch.randn(4, 6, 5, 5), torch.randn(4, 6, 5, 5)).cuda().conj().imag
+    wide = torch.zeros(6, 2, device="cuda"), torch.ones(6, 2, device="cuda")
+    mean, var = (w[:, 0] for w in wide)
+    leaf = x.detach().requires_grad_()
+    inplace_abn(leaf + 0, None, None, mean, var, True, 1.0).sum().backward()
+    assert torch.allclose(mean, x.mean((0, 2, 3)), atol=1e-6) and torch.equal(
+        wide[0][:, 1], torch.zeros(6, device="cuda")
+    )
+    dz = torch.complex(x, x).conj().imag
+    assert dz.is_neg()
+    grads = []
+    for given in (dz, dz.resolve_neg()):
+        leaf = x.resolve_neg().clone().requires_grad_()
+        grads += torch.autograd.grad(inplace_abn(leaf * 1, None, None, None, None), leaf, given)
+    assert torch.equal(*grads)
 
 
 @on_a_gpu

@@ -216,7 +216,8 @@ def _transform_(
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
     """Mean and biased variance of every channel, and the count m of values in each."""
-    mean, var, _ = _moments(x, _plan(x), 1.0)
+    with _on(x):
+        mean, var, _ = _moments(x, _plan(x), 1.0)
     return mean, var, x.numel() // x.shape[1]
 
 
@@ -249,18 +250,22 @@ def normalize_batch_(
     a: float,
 ) -> Tensor:
     """Overwrite x with z from the batch's own statistics, move the running ones, return invstd."""
-    running = (
-        None if running_mean is None or running_var is None else (running_mean.contiguous(), running_var.contiguous())
-    )
-    tracked = num_batches_tracked if running is not None else None
+    buffers: tuple[Tensor, ...] = ()
+    dense, tracked = None, None
+    if running_mean is not None and running_var is not None:
+        buffers, tracked = (running_mean, running_var), num_batches_tracked
+        dense = running_mean.contiguous(), running_var.contiguous()
+    else:
+        momentum = 0.0
     with _on(x):
         p = _plan(x)
-        mean, _, invstd = _moments(x, p, eps, running, tracked, momentum if running is not None else 0.0)
+        mean, _, invstd = _moments(x, p, eps, dense, tracked, momentum)
         _transform_(x, p, mean, invstd, weight, bias, tracked, floor, phi, a)
-        # Written to copies, if the buffers were strided.
-        for own, moved in zip((running_mean, running_var), running or (), strict=False):
-            if own is not None and own is not moved:
+        for own, moved in zip(buffers, dense or (), strict=True):
+            if own is not moved:
                 own.copy_(moved)
+    # Autograd does not see what a kernel writes.
+    torch.autograd.graph.increment_version([t for t in (*buffers, tracked) if t is not None and not t.is_inference()])
     return invstd
 
 
@@ -281,11 +286,9 @@ def sums(
 
 def _as(dz: Tensor, z: Tensor) -> Tensor:
     """dz in z's layout: copied only if it has another."""
-    return (
-        dz
-        if dz.stride() == z.stride() and dz.dtype == z.dtype
-        else torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device).copy_(dz)
-    )
+    if dz.stride() == z.stride() and dz.dtype == z.dtype and not dz.is_neg():
+        return dz
+    return torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device).copy_(dz)
 
 
 def _sums(

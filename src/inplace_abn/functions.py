@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from . import reference
 from .activations import Activation, resolve, warn_of_slope, warn_once
+from .context import is_traced, is_transformed, is_wrapped, may_overwrite, recomputing
 
 __all__ = ["active_group", "batch_norm_act", "inplace_abn", "inplace_abn_sync"]
 
@@ -104,7 +104,7 @@ def inplace_abn(
     else:
         warn_of_slope(phi, a, x.dtype)
     vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
-    if phi.inverse is None or _is_traced() or not _needs_graph(x, weight, bias):
+    if phi.inverse is None or is_traced() or not _needs_graph(x, weight, bias):
         return _composite(x, *vectors, how)
     z: Tensor = InPlaceABN.apply(x, *vectors, how)  # type: ignore[no-untyped-call]
     return z
@@ -204,7 +204,7 @@ class InPlaceABN(torch.autograd.Function):
         how: Settings,
     ) -> Tensor:
         """Overwrite x, or a copy of it where x may not be written to."""
-        if _may_overwrite(x):
+        if may_overwrite(x):
             z = x
             ctx.mark_dirty(x)
         else:
@@ -212,7 +212,7 @@ class InPlaceABN(torch.autograd.Function):
         ops = backend(z)
         if how.training:
             # Statistics move once.
-            if _recomputing():
+            if recomputing():
                 running_mean = running_var = num_batches_tracked = None
             invstd = ops.normalize_batch_(
                 z,
@@ -324,11 +324,11 @@ def _composite(
         return how.phi.plain(F.batch_norm(x, *fixed, weight, bias, False, 0.0, how.eps), how.a)
     if running_mean is None or running_var is None:
         return how.phi.plain(F.batch_norm(x, None, None, weight, bias, True, 0.0, how.eps), how.a)
-    if _is_transformed():
+    if is_transformed():
         y = F.batch_norm(x, None, None, weight, bias, True, 0.0, how.eps)
         unbiased, mean = torch.var_mean(x.detach().to(dtype), [0, *range(2, x.dim())], correction=1)
         # What a transform wraps cannot be written into a buffer from outside of it.
-        if _is_wrapped(mean) and not _is_wrapped(running_mean):
+        if is_wrapped(mean) and not is_wrapped(running_mean):
             warn_once(
                 "running statistics stay as they are inside this torch.func transform: they were not among its inputs; "
                 "hand the buffers in by torch.func.functional_call"
@@ -338,7 +338,7 @@ def _composite(
         # Momentum 1 makes torch hand out the batch's own statistics.
         mean, unbiased = x.new_zeros(x.shape[1], dtype=dtype), x.new_zeros(x.shape[1], dtype=dtype)
         y = F.batch_norm(x, mean, unbiased, weight, bias, True, 1.0, how.eps)
-    if not _recomputing():
+    if not recomputing():
         with torch.no_grad():
             reference.track(running_mean, running_var, num_batches_tracked, mean, unbiased, how.momentum)
     return how.phi.plain(y, how.a)
@@ -408,69 +408,9 @@ def check_options(phi: Activation, eps: float, floor: float, variant: str, gamma
         )
 
 
-def _is_transformed() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-
-
-def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or torch._C._is_tracing() or _is_transformed()
-
-
-def _recomputing() -> bool:
-    """Whether a backward pass is running: a forward inside one is a recomputation (activation checkpointing)."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def _is_wrapped(tensor: Tensor) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
-def _is_hooked() -> bool:
-    """Whether saved-tensor hooks are active: checkpointing will start again from its inputs, and versions go unchecked."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
 def _needs_graph(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether there is a backward pass to keep z for."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-
-
-# What autograd's own nodes call the inputs and the small results that they save. Anything else may be their output.
-INPUTS = "self other input weight bias mat1 mat2 batch1 batch2 vec vec1 vec2 tensor1 tensor2 mask index indices end grid target"
-INPUTS += " result1 result2 result3 running_mean running_var"
-
-
-@cache
-def _keeps_its_output(node: type) -> bool:
-    """Whether an autograd node may need its own output in backward: sigmoid, softmax, …, and any custom Function."""
-    if issubclass(node, BackwardCFunction) or node.__name__ == "CopySlices":
-        return True
-    saved = {name.removeprefix("_raw_saved_") for name in dir(node) if name.startswith("_raw_saved_")}
-    return not saved <= set(INPUTS.split())
-
-
-def _may_overwrite(x: Tensor) -> bool:
-    """Whether writing to x changes nothing that anybody else was promised."""
-    # No history: a batch of data, or a leaf. Its owner has not agreed to lose it.
-    if x.grad_fn is None or _keeps_its_output(type(x.grad_fn)) or _is_hooked() or _recomputing():
-        return False
-    if x._is_view():
-        base = x._base
-        if base is None or base.grad_fn is None or _keeps_its_output(type(base.grad_fn)):
-            return False
-        if torch._C._autograd._get_creation_meta(x) != _PLAIN_VIEW:
-            return False
-    # Every stride must step over all that the smaller ones reach; else two indices may share an element.
-    reach = 0
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return False
-            reach += stride * (size - 1)
-    return True
-
-
-_PLAIN_VIEW = torch._C._autograd.CreationMeta.DEFAULT
 
 
 def _checksum(z: Tensor) -> Tensor:

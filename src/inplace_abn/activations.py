@@ -21,7 +21,7 @@ import torch as xp
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ACTIVATIONS", "ALIASES", "Activation", "resolve", "warn", "warn_of_slope", "warn_once"]
+__all__ = ["ACTIVATIONS", "ALIASES", "Activation", "named", "resolve", "warn", "warn_of_slope", "warn_once"]
 
 Formula = Callable[[Tensor, float], Tensor]
 Gradient = Callable[[Tensor, Tensor, float], Tensor]
@@ -317,6 +317,11 @@ def warn_once(message: str) -> None:
         warn(message)
 
 
+def named(name: str | None) -> Activation | None:
+    """The row of this name or alias, if there is one."""
+    return ACTIVATIONS.get(ALIASES.get(name, name) or "")
+
+
 def resolve(name: str | None, parameter: float) -> tuple[Activation, float]:
     """Look φ and its parameter up, or say what is wrong with them.
 
@@ -326,7 +331,7 @@ def resolve(name: str | None, parameter: float) -> tuple[Activation, float]:
     >>> phi.inverse(phi.forward(torch.tensor([-3.0, 5.0]), a), a)
     tensor([-3., 5.])
     """
-    phi = ACTIVATIONS.get(ALIASES.get(name, name) or "")
+    phi = named(name)
     if phi is None:
         raise ValueError(f"activation {name!r} is unknown; one of: {', '.join(sorted([*ACTIVATIONS, 'none']))}")
     a = float(parameter)

@@ -22,6 +22,8 @@ from .context import is_traced, is_transformed, is_wrapped, may_overwrite, recom
 __all__ = ["active_group", "batch_norm_act", "inplace_abn", "inplace_abn_sync"]
 
 VARIANTS = ("I", "II")
+# Least magnitude of γ, unless the caller says otherwise.
+WEIGHT_FLOOR = 1e-5
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # With INPLACE_ABN_DEBUG=1 the backward pass checks that z still holds the bits that forward wrote. Autograd itself misses writes
@@ -54,7 +56,7 @@ def inplace_abn(
     activation_param: float = 0.01,
     *,
     variant: str = "II",
-    weight_floor: float = 1e-5,
+    weight_floor: float = WEIGHT_FLOOR,
     num_batches_tracked: Tensor | None = None,
 ) -> Tensor:
     r"""Batch normalisation and activation, written over x where autograd allows it.
@@ -124,7 +126,7 @@ def inplace_abn_sync(
     group: Any = None,
     *,
     variant: str = "II",
-    weight_floor: float = 1e-5,
+    weight_floor: float = WEIGHT_FLOOR,
     num_batches_tracked: Tensor | None = None,
 ) -> Tensor:
     """:func:`inplace_abn` with statistics over all ranks of ``group`` (None: all ranks).
@@ -283,10 +285,11 @@ class _OnlyOnce(torch.autograd.Function):
 
 @cache
 def _kernels() -> Any:
-    """The Triton kernels, imported when a GPU first needs them; None where there is no Triton."""
+    """The Triton kernels, imported when a GPU first needs them; None, and a word about it, where they cannot be."""
     try:
         return importlib.import_module(f"{__package__}.kernels")
-    except ImportError:
+    except ImportError as error:
+        warn_once(f"no Triton kernels ({error}): GPU tensors take plain torch, which is right but slow; install triton")
         return None
 
 

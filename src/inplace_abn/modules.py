@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .activations import ACTIVATIONS, ALIASES, resolve, warn
-from .functions import VARIANTS, batch_norm_act, check_options, inplace_abn, inplace_abn_sync
+from .activations import named, resolve, warn
+from .functions import VARIANTS, WEIGHT_FLOOR, batch_norm_act, check_options, inplace_abn, inplace_abn_sync
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync", "set_active_group"]
 
@@ -136,7 +136,7 @@ class ABN(nn.Module):
 
     def extra_repr(self) -> str:
         """What the layer was built with."""
-        phi = ACTIVATIONS.get(ALIASES.get(self.activation, self.activation) or "")
+        phi = named(self.activation)
         name = phi.name if phi else self.activation
         shown = f"{name}[{self.activation_param}]" if phi and phi.parameter else name
         return (
@@ -193,7 +193,7 @@ class InPlaceABN(ABN):
         activation_param: float = 0.01,
         *,
         variant: str = "II",
-        weight_floor: float = 1e-5,
+        weight_floor: float = WEIGHT_FLOOR,
         slope: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -223,7 +223,7 @@ class InPlaceABN(ABN):
 
     def extra_repr(self) -> str:
         """What the layer was built with."""
-        floor = "" if self.weight_floor == 1e-5 else f", weight_floor={self.weight_floor}"
+        floor = "" if self.weight_floor == WEIGHT_FLOOR else f", weight_floor={self.weight_floor}"
         return f"{super().extra_repr()}, variant={self.variant}{floor}"
 
 

@@ -53,21 +53,26 @@ class Plan(NamedTuple):
 
 def layout(x: Tensor) -> Layout | None:
     """See x as channels outer or inner, or say that its strides allow neither."""
-    images, channels = x.shape[:2]
+    return _layout(x.shape, x.stride())
+
+
+@lru_cache(maxsize=4096)
+def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout | None:
+    images, channels = shape[:2]
     step, pixels = None, 1
-    for size, stride in zip(x.shape[:1:-1], x.stride()[:1:-1], strict=True):
+    for size, stride in zip(shape[:1:-1], strides[:1:-1], strict=True):
         if size > 1:
             step = stride if step is None else step
             # The spatial dimensions must run through memory as one.
             if stride != pixels * step:
                 return None
             pixels *= size
-    channels_touch = channels == 1 or x.stride(1) == 1
+    channels_touch = channels == 1 or strides[1] == 1
     if step is None:
-        return Layout(channels_touch, images, channels, 1, x.stride(0), 1 if channels_touch else x.stride(1))
+        return Layout(channels_touch, images, channels, 1, strides[0], 1 if channels_touch else strides[1])
     if step == 1:
-        return Layout(False, images, channels, pixels, x.stride(0), x.stride(1))
-    if channels_touch and (images == 1 or x.stride(0) == pixels * step):
+        return Layout(False, images, channels, pixels, strides[0], strides[1])
+    if channels_touch and (images == 1 or strides[0] == pixels * step):
         return Layout(True, images * pixels, channels, 1, step, 1)
     return None
 
@@ -280,37 +285,17 @@ def sums(
     variant: str,
 ) -> tuple[Tensor, Tensor]:
     """∑ dy (which is dβ) and ∑ dy·x̂ (which is dγ) of every channel."""
-    with _on(z):
-        return _sums(_as(dz, z), z, _plan(z), weight, bias, floor, phi, a, variant)
-
-
-def _as(dz: Tensor, z: Tensor) -> Tensor:
-    """dz in z's layout: copied only if it has another."""
-    if dz.stride() == z.stride() and dz.dtype == z.dtype and not dz.is_neg():
-        return dz
-    return torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device).copy_(dz)
-
-
-def _sums(
-    dz: Tensor,
-    z: Tensor,
-    p: Plan,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    floor: float,
-    phi: Activation,
-    a: float,
-    variant: str,
-) -> tuple[Tensor, Tensor]:
     sum_dy, sum_dy_xhat = torch.empty(2, z.shape[1], dtype=torch.float32, device=z.device)
-    counters, partial = _room(z, p, 2)
     _, inverse, backward = compiled(phi)
-    device.sums_kernel[(p.slabs * p.programs,)](
-        dz, z, _vector(weight, sum_dy), _vector(bias, sum_dy), sum_dy, sum_dy_xhat, partial, counters,
-        *p.place, p.programs, floor, a,
-        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, INVERSE=inverse, BACKWARD=backward,
-        VARIANT_I=variant == "I", **p.constants, BP=_block(p), num_warps=WARPS,
-    )  # fmt: skip
+    with _on(z):
+        p = _plan(z)
+        counters, partial = _room(z, p, 2)
+        device.sums_kernel[(p.slabs * p.programs,)](
+            _as(dz, z), z, _vector(weight, sum_dy), _vector(bias, sum_dy), sum_dy, sum_dy_xhat, partial, counters,
+            *p.place, p.programs, floor, a,
+            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, INVERSE=inverse, BACKWARD=backward,
+            VARIANT_I=variant == "I", **p.constants, BP=_block(p), num_warps=WARPS,
+        )  # fmt: skip
     return sum_dy, sum_dy_xhat
 
 
@@ -329,39 +314,26 @@ def input_grad(
     variant: str,
 ) -> Tensor:
     """dx, in a new buffer laid out as z. Sums of None mean fixed statistics, and then dx = γ·invstd·dy."""
-    with _on(z):
-        return _input_grad(
-            _as(dz, z), z, _plan(z), weight, bias, invstd, sum_dy, sum_dy_xhat, count, floor, phi, a, variant
-        )
-
-
-def _input_grad(
-    dz: Tensor,
-    z: Tensor,
-    p: Plan,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    invstd: Tensor,
-    sum_dy: Tensor | None,
-    sum_dy_xhat: Tensor | None,
-    count: int,
-    floor: float,
-    phi: Activation,
-    a: float,
-    variant: str,
-) -> Tensor:
     # One layout for all three, gaps included.
     dx = torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device)
     _, inverse, backward = compiled(phi)
-    fixed = sum_dy is None
-    device.input_grad_kernel[(p.slabs * p.tiles,)](
-        dz, z, dx, _vector(weight, invstd), _vector(bias, invstd), invstd.contiguous(),
-        _vector(sum_dy, invstd), _vector(sum_dy_xhat, invstd),
-        *p.place, float(max(count, 1)), floor, a,
-        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, INVERSE=inverse, BACKWARD=backward,
-        FIXED=fixed, VARIANT_I=variant == "I", **p.constants, num_warps=WARPS,
-    )  # fmt: skip
+    with _on(z):
+        p = _plan(z)
+        device.input_grad_kernel[(p.slabs * p.tiles,)](
+            _as(dz, z), z, dx, _vector(weight, invstd), _vector(bias, invstd), invstd.contiguous(),
+            _vector(sum_dy, invstd), _vector(sum_dy_xhat, invstd),
+            *p.place, float(max(count, 1)), floor, a,
+            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, INVERSE=inverse, BACKWARD=backward,
+            FIXED=sum_dy is None, VARIANT_I=variant == "I", **p.constants, num_warps=WARPS,
+        )  # fmt: skip
     return dx
+
+
+def _as(dz: Tensor, z: Tensor) -> Tensor:
+    """dz in z's layout: copied only if it has another."""
+    if dz.stride() == z.stride() and dz.dtype == z.dtype and not dz.is_neg():
+        return dz
+    return torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device).copy_(dz)
 
 
 def input_grad_batch(
@@ -376,9 +348,8 @@ def input_grad_batch(
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dγ, dβ of a local batch."""
-    with _on(z):
-        p, dz = _plan(z), _as(dz, z)
-        sum_dy, sum_dy_xhat = _sums(dz, z, p, weight, bias, floor, phi, a, variant)
-        count = z.numel() // z.shape[1]
-        dx = _input_grad(dz, z, p, weight, bias, invstd, sum_dy, sum_dy_xhat, count, floor, phi, a, variant)
+    dz = _as(dz, z)
+    rest = (floor, phi, a, variant)
+    sum_dy, sum_dy_xhat = sums(dz, z, weight, bias, *rest)
+    dx = input_grad(dz, z, weight, bias, invstd, sum_dy, sum_dy_xhat, z.numel() // z.shape[1], *rest)
     return dx, sum_dy_xhat, sum_dy

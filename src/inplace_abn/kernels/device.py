@@ -75,11 +75,12 @@ def is_last(count_ptr, P):
 
 @triton.jit
 def guarded(weight_ptr, c, inside, floor, HAS_WEIGHT: tl.constexpr, W: tl.constexpr):
-    """γ = copysign(max(|weight|, floor), weight); 1 without a weight. −0 counts as +0."""
+    """γ = copysign(max(|weight|, floor), weight); 1 without a weight."""
     if HAS_WEIGHT:
         w = tl.load(weight_ptr + c, mask=inside, other=1.0).to(tl.float32)
-        size = tl.maximum(tl.abs(w), floor)
-        return tl.where(w < 0, -size, size)
+        # The comparison lets a NaN through, where a maximum would hide it; the sign bit tells −0 from 0.
+        size = tl.where(tl.abs(w) < floor, floor, tl.abs(w))
+        return tl.where(w.to(tl.int32, bitcast=True) < 0, -size, size)
     else:
         return tl.zeros([W], tl.float32) + 1.0
 
@@ -91,6 +92,25 @@ def shifted_by(bias_ptr, c, inside, HAS_BIAS: tl.constexpr, W: tl.constexpr):
         return tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
     else:
         return tl.zeros([W], tl.float32)
+
+
+@triton.jit
+def partial_moments(base, k, P, anchor, W: tl.constexpr):
+    """Of the programs k of a slab: count, mean about the anchor, and sum of squared deviations; 0 past the last."""
+    q = base + k[:, None] * 4 * W
+    here = (k < P)[:, None]
+    n_k = tl.load(q, mask=here, other=0.0, volatile=True)
+    # A program's mean is shift + off, kept apart: a large mean costs no digits.
+    shift_k = tl.load(q + W, mask=here, other=0.0, volatile=True)
+    off_k = tl.load(q + 2 * W, mask=here, other=0.0, volatile=True)
+    return n_k, (shift_k - anchor[None, :]) + off_k, tl.load(q + 3 * W, mask=here, other=0.0, volatile=True)
+
+
+@triton.jit
+def move(running_ptr, c, known, batch, newest):
+    """running ← running + newest·(batch − running)."""
+    was = tl.load(running_ptr + c, mask=known, other=0.0).to(tl.float32)
+    tl.store(running_ptr + c, (was + newest * (batch - was)).to(running_ptr.dtype.element_ty), mask=known)
 
 
 @triton.jit
@@ -133,31 +153,22 @@ def moments_kernel(
     tl.store(own + 3 * W, m2)
     if is_last(count_ptr + slab, P):
         k = tl.arange(0, BP)
-        base = partial_ptr + tl.cast(slab, tl.int64) * P * 4 * W + i[None, :]
-        # A program's mean is shift + off, kept apart and taken about the first program's shift: a large mean costs no digits.
-        anchor = tl.load(partial_ptr + tl.cast(slab, tl.int64) * P * 4 * W + W + i, volatile=True)
+        base = partial_ptr + tl.cast(slab, tl.int64) * P * 4 * W
+        anchor = tl.load(base + W + i, volatile=True)
         total = tl.zeros([W], tl.float32)
         drift = tl.zeros([W], tl.float32)
         for k0 in range(0, P, BP):
-            q = base + (k0 + k)[:, None] * 4 * W
-            here = ((k0 + k) < P)[:, None]
-            n_k = tl.load(q, mask=here, other=0.0, volatile=True)
-            shift_k = tl.load(q + W, mask=here, other=0.0, volatile=True)
-            off_k = tl.load(q + 2 * W, mask=here, other=0.0, volatile=True)
+            n_k, mean_k, _ = partial_moments(base + i[None, :], k0 + k, P, anchor, W)
             total += tl.sum(n_k, 0)
-            drift += tl.sum(n_k * ((shift_k - anchor[None, :]) + off_k), 0)
+            drift += tl.sum(n_k * mean_k, 0)
         m = tl.maximum(total, 1.0)
         drift = drift / m
         mean = anchor + drift
         spread = tl.zeros([W], tl.float32)
         for k0 in range(0, P, BP):
-            q = base + (k0 + k)[:, None] * 4 * W
-            here = ((k0 + k) < P)[:, None]
-            n_k = tl.load(q, mask=here, other=0.0, volatile=True)
-            shift_k = tl.load(q + W, mask=here, other=0.0, volatile=True)
-            off_k = tl.load(q + 2 * W, mask=here, other=0.0, volatile=True)
-            d_k = ((shift_k - anchor[None, :]) + off_k) - drift[None, :]
-            spread += tl.sum(tl.load(q + 3 * W, mask=here, other=0.0, volatile=True) + n_k * d_k * d_k, 0)
+            n_k, mean_k, m2_k = partial_moments(base + i[None, :], k0 + k, P, anchor, W)
+            d_k = mean_k - drift[None, :]
+            spread += tl.sum(m2_k + n_k * d_k * d_k, 0)
         var = spread / m
         c = slab * W + i
         known = c < channels
@@ -169,15 +180,8 @@ def moments_kernel(
             if CUMULATIVE:
                 # Moved later, by transform_kernel, when every slab has read it.
                 newest = 1.0 / (tl.load(tracked_ptr) + 1).to(tl.float32)
-            unbiased = var * (m / tl.maximum(m - 1.0, 1.0))
-            was = tl.load(running_mean_ptr + c, mask=known, other=0.0).to(tl.float32)
-            tl.store(
-                running_mean_ptr + c, (was + newest * (mean - was)).to(running_mean_ptr.dtype.element_ty), mask=known
-            )
-            was = tl.load(running_var_ptr + c, mask=known, other=0.0).to(tl.float32)
-            tl.store(
-                running_var_ptr + c, (was + newest * (unbiased - was)).to(running_var_ptr.dtype.element_ty), mask=known
-            )
+            move(running_mean_ptr, c, known, mean, newest)
+            move(running_var_ptr, c, known, var * (m / tl.maximum(m - 1.0, 1.0)), newest)
 
 
 @triton.jit

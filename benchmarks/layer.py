@@ -119,7 +119,7 @@ def device_times(calls: dict[str, Callable[[], object]], rounds: int) -> dict[st
             flush.zero_()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             # The host runs ahead while the device sleeps, so that launch gaps do not count.
-            torch.cuda._sleep(1_000_000)
+            torch.cuda._sleep(10_000_000)
             start.record()
             call()
             end.record()

@@ -39,9 +39,15 @@ def kernels(monkeypatch):
     module = pytest.importorskip("inplace_abn.kernels")
     if DEVICE == "cpu":
         monkeypatch.setattr(module, "TILE", 256)
-    module.plan.cache_clear()
+    forget(module)
     yield module
-    module.plan.cache_clear()
+    forget(module)
+
+
+def forget(module):
+    """Plans made for another tile."""
+    module.cut.cache_clear()
+    module._LAUNCHES.clear()
 
 
 def near(got, want, terms, dtype=torch.float32):
@@ -141,6 +147,73 @@ def test_the_layout_is_read_off_the_strides(kernels):
     assert kernels.layout(torch.empty(4, 6)) == (True, 4, 6, 1, 6, 1)
 
 
+H200 = (132, 65536, 2048, 228 << 10, 60 << 20)
+A100 = (108, 65536, 2048, 164 << 10, 40 << 20)
+A10 = (72, 65536, 1536, 100 << 10, 6 << 20)
+
+
+@runs_here
+@pytest.mark.parametrize("figures", [H200, A100, A10], ids=["H200", "A100", "A10"])
+def test_teams_fit_the_card_and_cover_the_tensor(kernels, monkeypatch, figures):
+    monkeypatch.setattr(kernels, "TILE", 4096)
+    where = kernels.Card(*figures)
+    for n, c, pixels in [(1, 1, 1), (32, 256, 3136), (16, 128, 112896), (12, 4096, 9409), (200_704, 8, 1), (3, 70, 49)]:
+        places = [kernels.Layout(False, n, c, pixels, c * pixels, pixels), kernels.Layout(True, n * pixels, c, 1, c, 1)]
+        for place in places:
+            for itemsize, tensors, aligned in [(2, 1, True), (2, 2, True), (4, 2, True), (2, 1, False)]:
+                cut = kernels.cut(place, itemsize, aligned, 4096)
+                resident = where.processors * (where.registers // (kernels.registers(place.inner) * 256))
+                team, crew = kernels.team(cut, tensors, where), kernels.crew(cut, where)
+                assert team is None or team.S * team.G <= resident
+                for t in [t for t in (team, crew) if t is not None]:
+                    assert t.S == cut.blocks * t.chunks and 1 <= t.G <= cut.slabs
+                    # Every tile has one member, and no member is idle.
+                    assert t.chunks * t.per >= cut.across > (t.chunks - 1) * t.per
+                high, wide, w = (cut.constants[name] for name in ("BR", "BC", "W"))
+                assert cut.slabs * w >= c and high * wide <= 4096
+                covered = (cut.across * high,) if place.inner else (cut.blocks * high, cut.across * wide)
+                assert covered >= ((place.rows,) if place.inner else (place.rows, place.pixels))
+
+
+def test_residency_follows_registers_and_shared_memory():
+    kernels = pytest.importorskip("inplace_abn.kernels")
+    where = kernels.Card(*H200)
+    # 65,536 registers of 256 threads each; 228 KiB of shared memory, 1 KiB of it per program.
+    assert [kernels.resident(n, 0, where) for n in (32, 33, 64, 65, 255)] == [8, 6, 4, 3, 1]
+    assert [kernels.resident(32, n << 10, where) for n in (27, 113, 114, 228)] == [8, 2, 1, 0]
+
+
+@runs_here
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_without_a_team_each_verb_has_its_launch(kernels, monkeypatch, layout):
+    monkeypatch.setattr(kernels, "team", lambda *_: None)
+    for shape in ("odd", "second trip"):
+        step(kernels, SHAPES[shape], layout, torch.float32, "leaky_relu", 0.01, None)
+    assert set(kernels._LAUNCHES.values()) == {None}
+
+
+@runs_here
+@pytest.mark.parametrize(
+    "shape, strides", [((3, 2, 4, 6), (2**30 + 8, 24, 6, 1)), ((3, 2), (2**30 + 8, 1))], ids=["outer", "inner"]
+)
+def test_offsets_beyond_32_bits(kernels, shape, strides):
+    """Few elements, far apart: the same bits as close together."""
+    phi, a = resolve("leaky_relu", 0.01)
+    results = []
+    for far in (False, True):
+        g = torch.Generator().manual_seed(0)
+        x, dz = (torch.randn(shape, generator=g).half().to(DEVICE) for _ in range(2))
+        if far:
+            # Reserved, and touched in a few pages only.
+            x, dz = (torch.empty_strided(shape, strides, dtype=v.dtype, device=DEVICE).copy_(v) for v in (x, dz))
+        mean, var, _ = kernels.moments(x)
+        invstd = kernels.normalize_batch_(x, None, None, None, None, None, 0.1, 1e-5, 1e-5, phi, a)
+        gradients = kernels.input_grad_batch(dz, x, None, None, invstd, 1e-5, phi, a, "II")
+        fixed = kernels.input_grad(dz, x, None, None, invstd, None, None, 0, 1e-5, phi, a, "II")
+        results.append([mean, var, x, invstd, *gradients, fixed])
+    assert all(torch.equal(close, far_off) for close, far_off in zip(*results, strict=True))
+
+
 AHEAD_OF_TIME = """
 import sys
 from triton.backends.compiler import GPUTarget
@@ -148,28 +221,42 @@ from triton.compiler import ASTSource, compile
 from inplace_abn import ACTIVATIONS, kernels
 from inplace_abn.kernels import device
 
-NUMBERS = "rows channels pixels row_stride channel_stride across tiles P".split()
-KINDS = {"x_ptr": "*bf16", "z_ptr": "*bf16", "dz_ptr": "*bf16", "dx_ptr": "*bf16", "count_ptr": "*i32", "tracked_ptr": "*i64"}
+NUMBERS = "rows channels pixels row_stride channel_stride across chunks per slabs S G".split()
+KINDS = dict.fromkeys(["x_ptr", "z_ptr", "dz_ptr", "dx_ptr"], "*bf16")
+KINDS |= {"count_ptr": "*i32", "sync_ptr": "*i32", "tracked_ptr": "*i64", "words_ptr": "*i64"}
+LAYOUTS = [
+    kernels.Layout(False, 32, 256, 3136, 256 * 3136, 3136),
+    kernels.Layout(False, 12, 4096, 9409, 4096 * 9409, 9409),
+    kernels.Layout(True, 32 * 3136, 256, 1, 256, 1),
+]
 
-def build(kernel, architecture, constants):
+def build(kernel, architecture, constants, **options):
+    constants = {name: v for name, v in constants.items() if name in kernel.arg_names}
     other = lambda n: "*fp32" if n.endswith("_ptr") else "i32" if n in NUMBERS else "fp32"
     kinds = {n: "constexpr" if n in constants else KINDS.get(n, other(n)) for n in kernel.arg_names}
     compile(ASTSource(fn=kernel, signature=kinds, constexprs=constants), target=GPUTarget("cuda", architecture, 32),
-            options={"num_warps": kernels.WARPS})
+            options={"num_warps": kernels.WARPS, **options})
 
 for name, phi in ACTIVATIONS.items():
     if phi.inverse is None:
         continue
     forward, inverse, backward = kernels.compiled(phi)
-    has = {"HAS_WEIGHT": True, "HAS_BIAS": True}
-    back = {**has, "INVERSE": inverse, "BACKWARD": backward, "VARIANT_I": False}
-    for architecture in (80, 90, 100) if name == "leaky_relu" else (90,):
-        for inner in (True, False):
-            cut = {"INNER": inner, "BR": 64, "BC": 64, "W": 64 if inner else 1, "VEC": 8}
-            build(device.moments_kernel, architecture, {**cut, "TRACK": True, "CUMULATIVE": True, "BP": 16})
-            build(device.transform_kernel, architecture, {**cut, **has, "COUNTED": True, "PHI": forward})
-            build(device.sums_kernel, architecture, {**cut, **back, "BP": 16})
-            build(device.input_grad_kernel, architecture, {**cut, **back, "FIXED": False})
+    plain = name == "leaky_relu"
+    for architecture in (80, 90, 100) if plain else (90,):
+        for place in LAYOUTS if plain else LAYOUTS[:1]:
+            c = kernels.cut(place, 2, True, kernels.TILE)
+            w = c.constants["W"]
+            constants = {
+                **c.constants, "PHI": forward, "INVERSE": inverse, "BACKWARD": backward, "VARIANT_I": False,
+                "HAS_WEIGHT": True, "HAS_BIAS": True, "TRACK": True, "CUMULATIVE": True, "COUNTED": True, "FIXED": False,
+                "SHARED": True, "MW": min(w, 2), "BS": 128, "THREADS": 32 * kernels.WARPS,
+            }
+            fused = {"maxnreg": kernels.registers(place.inner), "launch_cooperative_grid": True}
+            build(device.forward_kernel, architecture, constants, **fused)
+            build(device.backward_kernel, architecture, constants, **fused)
+            if plain:
+                for kernel in (device.moments_kernel, device.transform_kernel, device.sums_kernel, device.input_grad_kernel):
+                    build(kernel, architecture, {**constants, "BS": 16})
 print("built")
 """
 
@@ -207,6 +294,54 @@ def test_the_same_input_gives_the_same_bits_on_every_stream(layout):
             results.append([torch.equal(a, b) for a, b in zip(train(x, dz), want, strict=True)])
     torch.cuda.synchronize()
     assert all(all(r) for r in results)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("shape", [(32, 64, 56, 56), (12, 64, 97, 97), (32, 256, 7, 7)], ids=str)
+def test_one_launch_each_way_and_the_host_never_waits(shape):
+    """The leaf's own multiplication aside, which is one launch each way too."""
+    layer = InPlaceABN(shape[1]).cuda()
+    leaf, dz = torch.randn(shape, device="cuda", requires_grad=True), torch.randn(shape, device="cuda")
+    inputs = [leaf, *layer.parameters()]
+    torch.autograd.grad(layer(leaf * 1), inputs, dz)
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            torch.autograd.grad(layer(leaf * 1), inputs, dz)
+            torch.cuda.set_sync_debug_mode(mode)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    launched = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert [n for n in launched if "mul" not in n.lower()] == ["forward_kernel", "backward_kernel"]
+
+
+@on_a_gpu
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_a_thousand_calls_give_one_bit_pattern(layout):
+    x, dz = (torch.randn(16, 64, 40, 41, device="cuda").half().contiguous(memory_format=layout) for _ in range(2))
+    want = train(x, dz)
+    assert all(all(torch.equal(a, b) for a, b in zip(train(x, dz), want, strict=True)) for _ in range(1000))
+
+
+@on_a_gpu
+def test_teams_finish_beside_work_that_fills_the_card():
+    """On two streams at once, and with large products on a third."""
+    x, dz = (torch.randn(32, 64, 56, 56, device="cuda") for _ in range(2))
+    want = train(x, dz)
+    square = torch.randn(8192, 8192, device="cuda")
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(50):
+        with torch.cuda.stream(streams[2]):
+            square @ square
+        for stream in streams[:2]:
+            with torch.cuda.stream(stream):
+                results.append(train(x, dz))
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, want, strict=True))
 
 
 @on_a_gpu

@@ -1,8 +1,10 @@
 """The verbs of :mod:`inplace_abn.reference` as Triton kernels, for CUDA tensors: same names, same arguments.
 
-Two launches forward (moments, transform), two backward (sums, input gradient): x is read twice and written once, z and dz are
-read twice and dx is written once. Running statistics, the counter, the guard on γ, dγ and dβ are computed inside, and the
-host never waits. Which tensors they take: :func:`supports`.
+A local batch takes one launch forward and one backward. The programs that share a slab of channels exchange their sums within
+the launch and read the slab a second time while it is still in the L2 cache, so x, z and dz come from memory once. Running
+statistics, the counter, the guard on γ, dγ and dβ are computed inside, and the host never waits. Where a card cannot hold the
+programs of a slab at once, and for the verbs that synchronised statistics need one by one, there is a kernel for each verb.
+Which tensors they take: :func:`supports`.
 """
 
 from __future__ import annotations
@@ -23,11 +25,21 @@ from . import device
 
 __all__ = ["input_grad", "input_grad_batch", "moments", "normalize_", "normalize_batch_", "sums", "supports"]
 
-# Elements per tile, warps per program: 16 elements a thread.
+# Elements per tile and warps per program: 16 elements a thread.
 TILE = 4096
 WARPS = 8
-# Neighbouring channels per slab where channels are innermost: 128 bytes of bfloat16.
-CHANNELS = 64
+# What a row of a slab spans where channels are innermost: one line of the L2 cache.
+LINE_BYTES = 128
+# Shares of the L2 cache for slabs between their two readings, the best first; what is being written needs the rest.
+L2_SHARES = (0.65, 0.55, 0.45)
+# Programs per processor where none waits for another, and the most on one slab, whose results one program adds up.
+CREW = 8
+CREW_OF_SLAB = 256
+
+
+def registers(inner: bool) -> int:
+    """Per thread of a fused kernel: 4 programs on a processor of 65,536, or 2, since exchanging whole lines is dear."""
+    return 96 if inner else 64
 
 
 class Layout(NamedTuple):
@@ -41,19 +53,53 @@ class Layout(NamedTuple):
     channel_stride: int
 
 
-class Plan(NamedTuple):
-    """How a layout is cut: arguments of every kernel, its constants, and the sizes of the grids."""
+class Card(NamedTuple):
+    """What plans depend on."""
 
-    place: tuple[int, ...]
+    processors: int
+    registers: int
+    threads: int
+    shared: int
+    l2: int
+
+
+class Cut(NamedTuple):
+    """A layout in slabs and tiles: constants of every kernel, rows of tiles, and tiles in each along which members walk."""
+
     constants: dict[str, Any]
     slabs: int
-    tiles: int
-    programs: int
+    blocks: int
+    across: int
+    slab_bytes: int
+
+
+class Team(NamedTuple):
+    """Who works on a slab: S members, each with up to ``per`` tiles of one of the ``chunks`` of a block; G slabs at a time."""
+
+    chunks: int
+    per: int
+    S: int
+    G: int
+
+
+class Launch(NamedTuple):
+    """A kernel with all that does not change from call to call; ``run`` starts it at once, given aligned pointers."""
+
+    kernel: Any
+    grid: int
+    words: int
+    numbers: tuple[int | float, ...]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    run: Any
+    trailing: tuple[Any, ...]
 
 
 def layout(x: Tensor) -> Layout | None:
     """See x as channels outer or inner, or say that its strides allow neither."""
-    return _layout(x.shape, x.stride())
+    place = _layout(x.shape, x.stride())
+    # Kernels count rows and pixels in 32 bits; offsets have 64.
+    return place if place is not None and max(place.rows, place.pixels) < 1 << 30 else None
 
 
 @lru_cache(maxsize=4096)
@@ -86,35 +132,97 @@ def supports(x: Tensor) -> bool:
     )
 
 
-@lru_cache(maxsize=4096)
-def plan(place: Layout, itemsize: int, processors: int) -> Plan:
-    """Cut a layout into slabs and tiles, by formula: the same in every process."""
-    per_vector = 16 // itemsize
-    if place.inner:
-        width = min(CHANNELS, triton.next_power_of_2(place.channels))
-        height = TILE // width
-        across, tiles, w = 1, triton.cdiv(place.rows, height), width
-        vector = _common(per_vector, place.row_stride)
-    else:
-        width = min(TILE, triton.next_power_of_2(place.pixels))
-        height = max(1, min(triton.next_power_of_2(place.rows), TILE // width))
-        across = triton.cdiv(place.pixels, width)
-        tiles, w = triton.cdiv(place.rows, height) * across, 1
-        vector = _common(per_vector, place.row_stride, place.channel_stride)
-    slabs = triton.cdiv(place.channels, w)
-    # Four programs per processor keep enough loads in flight.
-    programs = max(1, min(tiles, triton.cdiv(4 * processors, slabs)))
-    numbers = (place.rows, place.channels, place.pixels, place.row_stride, place.channel_stride, across, tiles)
-    return Plan(
-        numbers, {"INNER": place.inner, "BR": height, "BC": width, "W": w, "VEC": vector}, slabs, tiles, programs
+@cache
+def card(where: torch.device) -> Card:
+    """The card's figures; without a GPU, those of a small one, for tests in Triton's interpreter."""
+    if where.type != "cuda":
+        return Card(1, registers(True) * 32 * WARPS, 32 * WARPS, 1 << 16, 1 << 20)
+    has: Any = torch.cuda.get_device_properties(where)
+    return Card(
+        has.multi_processor_count,
+        has.regs_per_multiprocessor,
+        has.max_threads_per_multi_processor,
+        has.shared_memory_per_multiprocessor,
+        has.L2_cache_size,
     )
 
 
-def _common(limit: int, *strides: int) -> int:
-    """Largest power of two up to the limit that divides all strides."""
-    while any(stride % limit for stride in strides):
-        limit //= 2
-    return limit
+@lru_cache(maxsize=4096)
+def cut(place: Layout, itemsize: int, aligned: bool, tile: int) -> Cut:
+    """Cut a layout into slabs and tiles of about so many elements."""
+    vector = 16 // itemsize if aligned else 1
+    if place.inner:
+        while place.row_stride % vector or place.channels % vector:
+            vector //= 2
+        width = w = min(LINE_BYTES // itemsize, triton.next_power_of_2(place.channels))
+        vector = min(vector, width)
+        height = min(tile // width, triton.next_power_of_2(place.rows))
+        blocks, across, edges = 1, triton.cdiv(place.rows, height), False
+    else:
+        # A row of few vectors is mostly edge.
+        vector = vector if place.pixels >= 2 * vector else 1
+        edges = bool(place.pixels % vector or place.row_stride % vector or place.channel_stride % vector)
+        w = 1
+        shapes = []
+        width = vector
+        while width <= min(tile, triton.next_power_of_2(place.pixels)):
+            height = min(tile // width, triton.next_power_of_2(place.rows))
+            blocks, across = triton.cdiv(place.rows, height), triton.cdiv(place.pixels, width)
+            # A tile costs something even where it is small.
+            cost = blocks * across * (height * width + tile // 4)
+            shapes.append((cost, blocks, across, height, width))
+            width *= 2
+        # Long runs of memory, where they cost little more than short ones.
+        least = min(shapes)[0]
+        _, blocks, across, height, width = [s for s in shapes if s[0] <= 1.07 * least][-1]
+    constants = {
+        "INNER": place.inner, "BR": height, "BC": width, "W": w, "V": vector,
+        "U": max(1, height * width // (32 * WARPS * vector)) if place.inner else 1,
+        "EDGES": edges, "WHOLE": place.channels % w == 0, "STAGES": 3 if place.inner else 1,
+    }  # fmt: skip
+    bytes_of_slab = place.rows * place.pixels * w * itemsize
+    return Cut(constants, triton.cdiv(place.channels, w), blocks, across, bytes_of_slab)
+
+
+def _members(c: Cut, most: int) -> tuple[int, int, int]:
+    """chunks, per and S of a team of at most so many (but one for each block)."""
+    per = triton.cdiv(c.across, max(1, min(c.across, most // c.blocks)))
+    chunks = triton.cdiv(c.across, per)
+    return chunks, per, c.blocks * chunks
+
+
+def team(c: Cut, tensors: int, where: Card) -> Team | None:
+    """Who shares a slab within one launch, as many slabs at a time as the L2 cache holds.
+
+    None if the members of a slab cannot all be resident, or if one launch would not pay: with channels innermost a slab is a
+    strip of every row. Long rows come from memory faster whole, and a strip too large for the cache is read twice anyhow.
+    """
+    inner = c.constants["INNER"]
+    programs = where.processors * (where.registers // (registers(inner) * 32 * WARPS))
+    held = tensors * c.slab_bytes
+    room = [int(share * where.l2) for share in L2_SHARES]
+    if inner and c.slabs > 1 and (held > room[0] or (c.slabs > 8 and c.slabs * held > room[0])):
+        return None
+    teams = []
+    for bytes_of_cache in room:
+        slabs = _even(c.slabs, max(1, min(bytes_of_cache // held, programs // c.blocks)))
+        chunks, per, members = _members(c, programs // slabs)
+        if members * slabs <= programs:
+            teams.append(Team(chunks, per, members, slabs))
+    # The fullest card.
+    return max(teams, key=lambda t: t.S * t.G, default=None)
+
+
+def _even(slabs: int, most: int) -> int:
+    """How many slabs at a time, at most so many, if the last round is to have as many as the others."""
+    rounds: int = triton.cdiv(slabs, most)
+    return -(-slabs // rounds)
+
+
+def crew(c: Cut, where: Card) -> Team:
+    """Who works on a slab where nobody waits: enough programs to fill the card some times over."""
+    chunks, per, members = _members(c, min(CREW_OF_SLAB, triton.cdiv(CREW * where.processors, c.slabs)))
+    return Team(chunks, per, members, c.slabs)
 
 
 @cache
@@ -134,33 +242,57 @@ def _on_device(function: Any, helpers: dict[str, Any]) -> Any:
     return triton.jit(rebound)
 
 
+def _capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _stream(x: Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+
+
+# By device and stream, since launches on two streams may overlap. Zero at first; every launch leaves them fit for the next.
+_WORDS: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+
+
+def _words(x: Tensor, many: int) -> tuple[Tensor, Tensor]:
+    """Room for what members exchange, and the epoch with its count of finished programs."""
+    # Graphs captured on one stream may be replayed on several: each launch gets words of its own.
+    if _capturing(x):
+        return _fresh_words(x, many)
+    key = x.device, _stream(x)
+    if key not in _WORDS or _WORDS[key][0].numel() < many:
+        _WORDS[key] = _fresh_words(x, triton.next_power_of_2(many))
+    return _WORDS[key]
+
+
+def _fresh_words(x: Tensor, many: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(many, dtype=torch.int64, device=x.device), torch.zeros(2, dtype=torch.int32, device=x.device)
+
+
 @cache
-def _workspace(where: torch.device, stream: int, slabs: int, floats: int) -> tuple[Tensor, Tensor]:
+def _counters(where: torch.device, stream: int, slabs: int, floats: int) -> tuple[Tensor, Tensor]:
     """Arrival counters, which every launch leaves at zero, and room for partial results; one per stream: launches may overlap."""
     return torch.zeros(slabs, dtype=torch.int32, device=where), torch.empty(floats, dtype=torch.float32, device=where)
 
 
-def _room(x: Tensor, p: Plan, values: int) -> tuple[Tensor, Tensor]:
+def _room(x: Tensor, c: Cut, t: Team) -> tuple[Tensor, Tensor]:
     # In powers of two, so that few sizes serve all layers.
-    sizes = triton.next_power_of_2(p.slabs), triton.next_power_of_2(p.slabs * p.programs * values * p.constants["W"])
-    if not x.is_cuda:
-        return _workspace(x.device, 0, *sizes)
-    if torch.cuda.is_current_stream_capturing():
-        # Graphs captured on one stream may be replayed on several: each launch gets a workspace of its own.
-        return _workspace.__wrapped__(x.device, 0, *sizes)
-    return _workspace(x.device, torch.cuda.current_stream(x.device).cuda_stream, *sizes)
+    sizes = triton.next_power_of_2(c.slabs), triton.next_power_of_2(c.slabs * t.S * 2 * c.constants["W"])
+    if _capturing(x):
+        return _counters.__wrapped__(x.device, 0, *sizes)
+    return _counters(x.device, _stream(x), *sizes)
 
 
-@cache
-def _processors(where: torch.device) -> int:
-    # Without a GPU the kernels run in Triton's interpreter, for tests.
-    return int(torch.cuda.get_device_properties(where).multi_processor_count) if where.type == "cuda" else 2
-
-
-def _plan(x: Tensor) -> Plan:
+def _cut_key(x: Tensor, *others: Tensor) -> tuple[Any, ...]:
     place = layout(x)
     assert place is not None
-    return plan(place, x.element_size(), _processors(x.device))
+    return place, x.element_size(), not any(t.data_ptr() % 16 for t in (x, *others))
+
+
+def _place(x: Tensor, c: Cut) -> tuple[int, ...]:
+    place = layout(x)
+    assert place is not None
+    return place.rows, place.channels, place.pixels, place.row_stride, place.channel_stride, c.across
 
 
 def _vector(v: Tensor | None, instead: Tensor) -> Tensor:
@@ -170,17 +302,93 @@ def _vector(v: Tensor | None, instead: Tensor) -> Tensor:
 
 def _on(x: Tensor) -> AbstractContextManager[Any]:
     """Launches go to the current device: make it x's."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    if not x.is_cuda or torch._C._cuda_getDevice() == x.device.index:
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
-def _block(p: Plan) -> int:
-    """How many partial results the last program loads at once."""
-    return int(min(triton.next_power_of_2(p.programs), max(1, TILE // p.constants["W"])))
+def _block(c: Cut, t: Team) -> int:
+    """How many partial results the last member loads at once."""
+    return int(min(triton.next_power_of_2(t.S), max(1, TILE // c.constants["W"])))
+
+
+# By what a call looks like; None where the card cannot hold a team.
+_LAUNCHES: dict[tuple[Any, ...], Launch | None] = {}
+
+
+def _kind(v: Tensor | None) -> torch.dtype | None:
+    return None if v is None else v.dtype
+
+
+def _fused(
+    kernel: Any,
+    key: tuple[Any, ...],
+    maps: int,
+    tensors: list[Tensor],
+    floats: tuple[float, ...],
+    flags: dict[str, Any],
+) -> bool:
+    """Run one of the fused kernels, planned and compiled on the first call of its kind; False where the card cannot.
+
+    The first ``maps`` of the tensors are full-sized, and those but the last are read.
+    """
+    x = tensors[0]
+    if key not in _LAUNCHES:
+        _LAUNCHES[key] = _prepare(kernel, maps, tensors, floats, flags)
+    launch = _LAUNCHES[key]
+    if launch is None:
+        return False
+    tensors += _words(x, launch.words)
+    pointers = [t.data_ptr() for t in tensors]
+    # Compiled for pointers aligned as torch allocates; parameters cut out of a larger tensor may not be.
+    if launch.run is None or any(p % 16 for p in pointers):
+        launch.kernel[(launch.grid,)](*tensors, *launch.numbers, *floats, **launch.constants, **launch.options)
+    else:
+        launch.run(*pointers, *launch.numbers, *floats, *launch.trailing, stream=_stream(x))
+    return True
+
+
+def _prepare(
+    kernel: Any, maps: int, tensors: list[Tensor], floats: tuple[float, ...], flags: dict[str, Any]
+) -> Launch | None:
+    x, where = tensors[0], card(tensors[0].device)
+    key = _cut_key(*tensors[:maps])
+    read = max(1, maps - 1)
+    c = cut(*key, TILE)
+    t = team(c, read, where)
+    if t is None:
+        return None
+    w, threads = c.constants["W"], 32 * WARPS
+    shared = t.S > 1
+    mw = 1 if w == 1 else min(w, triton.next_power_of_2(triton.cdiv(w, t.S)))
+    constants = {
+        **flags, **c.constants, "SHARED": shared, "MW": mw,
+        "BS": max(triton.next_power_of_2(t.S), threads // (2 * mw)), "THREADS": threads,
+    }  # fmt: skip
+    numbers = (*_place(x, c), t.chunks, t.per, c.slabs, t.S, t.G, x.numel() / x.shape[1])
+    options = {"num_warps": WARPS, "maxnreg": registers(c.constants["INNER"]), "launch_cooperative_grid": shared}
+    words = 8 * w * t.S * t.G if shared else 1
+    run = None
+    if x.is_cuda and key[-1]:
+        # Neither the vectors at hand nor the words need be aligned or there yet.
+        alike = [v if v.data_ptr() % 16 == 0 else v.clone() for v in (*tensors, *_fresh_words(x, 1))]
+        built = kernel.warmup(*alike, *numbers, *floats, **constants, **options, grid=(1,))
+        run = built[(t.S * t.G, 1, 1)]
+        if shared and resident(built.n_regs, built.metadata.shared, where) * where.processors < t.S * t.G:
+            return None
+    trailing = tuple(constants[name] for name in kernel.arg_names if name in constants)
+    return Launch(kernel, t.S * t.G, words, numbers, constants, options, run, trailing)
+
+
+def resident(registers: int, shared: int, where: Card) -> int:
+    """How many programs of a compiled kernel one processor holds: registers come by eights, shared memory with 1 KiB besides."""
+    registers = -(-max(registers, 16) // 8) * 8
+    by_threads = where.threads // (32 * WARPS)
+    return min(where.registers // (registers * 32 * WARPS), where.shared // (shared + 1024), by_threads)
 
 
 def _moments(
     x: Tensor,
-    p: Plan,
     eps: float,
     running: tuple[Tensor, Tensor] | None = None,
     tracked: Tensor | None = None,
@@ -189,19 +397,20 @@ def _moments(
     mean, var = torch.empty(2, x.shape[1], dtype=torch.float32, device=x.device)
     # Kept for backward, so in a storage of its own.
     invstd = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
-    counters, partial = _room(x, p, 4)
+    c = cut(*_cut_key(x), TILE)
+    t = crew(c, card(x.device))
+    counters, partial = _room(x, c, t)
     means, variances = running or (mean, var)
-    device.moments_kernel[(p.slabs * p.programs,)](
+    device.moments_kernel[(c.slabs * t.S,)](
         x, mean, var, invstd, means, variances, counters if tracked is None else tracked, partial, counters,
-        *p.place, p.programs, 0.0 if momentum is None else momentum, eps,
-        TRACK=running is not None, CUMULATIVE=momentum is None, **p.constants, BP=_block(p), num_warps=WARPS,
+        *_place(x, c), t.chunks, t.per, t.S, x.numel() / x.shape[1], 0.0 if momentum is None else momentum, eps,
+        TRACK=running is not None, CUMULATIVE=momentum is None, **c.constants, BS=_block(c, t), num_warps=WARPS,
     )  # fmt: skip
     return mean, var, invstd
 
 
 def _transform_(
     x: Tensor,
-    p: Plan,
     mean: Tensor,
     invstd: Tensor,
     weight: Tensor | None,
@@ -211,18 +420,21 @@ def _transform_(
     phi: Activation,
     a: float,
 ) -> None:
-    device.transform_kernel[(p.slabs * p.tiles,)](
+    c = cut(*_cut_key(x), TILE)
+    t = crew(c, card(x.device))
+    constants = {name: v for name, v in c.constants.items() if name != "U"}
+    device.transform_kernel[(c.slabs * t.S,)](
         x, mean.contiguous(), invstd.contiguous(), _vector(weight, mean), _vector(bias, mean),
-        mean if tracked is None else tracked, *p.place, floor, a,
+        mean if tracked is None else tracked, *_place(x, c), t.chunks, t.per, t.S, floor, a,
         COUNTED=tracked is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, PHI=compiled(phi)[0],
-        **p.constants, num_warps=WARPS,
+        **constants, num_warps=WARPS,
     )  # fmt: skip
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
     """Mean and biased variance of every channel, and the count m of values in each."""
     with _on(x):
-        mean, var, _ = _moments(x, _plan(x), 1.0)
+        mean, var, _ = _moments(x, 1.0)
     return mean, var, x.numel() // x.shape[1]
 
 
@@ -238,7 +450,7 @@ def normalize_(
 ) -> None:
     """Overwrite x with z = φ(γ·(x − mean)·invstd + β)."""
     with _on(x):
-        _transform_(x, _plan(x), mean, invstd, weight, bias, None, floor, phi, a)
+        _transform_(x, mean, invstd, weight, bias, None, floor, phi, a)
 
 
 def normalize_batch_(
@@ -255,22 +467,38 @@ def normalize_batch_(
     a: float,
 ) -> Tensor:
     """Overwrite x with z from the batch's own statistics, move the running ones, return invstd."""
-    buffers: tuple[Tensor, ...] = ()
-    dense, tracked = None, None
+    tracked, dense = num_batches_tracked, None
     if running_mean is not None and running_var is not None:
-        buffers, tracked = (running_mean, running_var), num_batches_tracked
         dense = running_mean.contiguous(), running_var.contiguous()
     else:
-        momentum = 0.0
+        tracked, momentum = None, 0.0
     with _on(x):
-        p = _plan(x)
-        mean, _, invstd = _moments(x, p, eps, dense, tracked, momentum)
-        _transform_(x, p, mean, invstd, weight, bias, tracked, floor, phi, a)
-        for own, moved in zip(buffers, dense or (), strict=True):
+        invstd = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
+        means, variances = dense or (invstd, invstd)
+        tensors = [x, _vector(weight, invstd), _vector(bias, invstd), invstd, means, variances]
+        key = (
+            "forward", x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, phi.name,
+            _kind(weight), _kind(bias), _kind(running_mean), tracked is None, momentum is None,
+        )  # fmt: skip
+        if not _fused(
+            device.forward_kernel, key, 1, [*tensors, invstd if tracked is None else tracked],
+            (momentum or 0.0, eps, floor, a),
+            {
+                "TRACK": dense is not None, "CUMULATIVE": momentum is None, "COUNTED": tracked is not None,
+                "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "PHI": compiled(phi)[0],
+            },
+        ):  # fmt: skip
+            mean, _, invstd = _moments(x, eps, dense, tracked, momentum)
+            _transform_(x, mean, invstd, weight, bias, tracked, floor, phi, a)
+        if dense is None:
+            return invstd
+        assert running_mean is not None and running_var is not None
+        for own, moved in ((running_mean, dense[0]), (running_var, dense[1])):
             if own is not moved:
                 own.copy_(moved)
     # Autograd does not see what a kernel writes.
-    torch.autograd.graph.increment_version([t for t in (*buffers, tracked) if t is not None and not t.is_inference()])
+    written = [running_mean, running_var] if tracked is None else [running_mean, running_var, tracked]
+    torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
     return invstd
 
 
@@ -288,13 +516,15 @@ def sums(
     sum_dy, sum_dy_xhat = torch.empty(2, z.shape[1], dtype=torch.float32, device=z.device)
     _, inverse, backward = compiled(phi)
     with _on(z):
-        p = _plan(z)
-        counters, partial = _room(z, p, 2)
-        device.sums_kernel[(p.slabs * p.programs,)](
-            _as(dz, z), z, _vector(weight, sum_dy), _vector(bias, sum_dy), sum_dy, sum_dy_xhat, partial, counters,
-            *p.place, p.programs, floor, a,
+        dz = _as(dz, z)
+        c = cut(*_cut_key(z, dz), TILE)
+        t = crew(c, card(z.device))
+        counters, partial = _room(z, c, t)
+        device.sums_kernel[(c.slabs * t.S,)](
+            dz, z, _vector(weight, sum_dy), _vector(bias, sum_dy), sum_dy, sum_dy_xhat, partial, counters,
+            *_place(z, c), t.chunks, t.per, t.S, floor, a,
             HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, INVERSE=inverse, BACKWARD=backward,
-            VARIANT_I=variant == "I", **p.constants, BP=_block(p), num_warps=WARPS,
+            VARIANT_I=variant == "I", **c.constants, BS=_block(c, t), num_warps=WARPS,
         )  # fmt: skip
     return sum_dy, sum_dy_xhat
 
@@ -314,26 +544,33 @@ def input_grad(
     variant: str,
 ) -> Tensor:
     """dx, in a new buffer laid out as z. Sums of None mean fixed statistics, and then dx = γ·invstd·dy."""
-    # One layout for all three, gaps included.
-    dx = torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device)
+    dx = _like(z)
     _, inverse, backward = compiled(phi)
     with _on(z):
-        p = _plan(z)
-        device.input_grad_kernel[(p.slabs * p.tiles,)](
-            _as(dz, z), z, dx, _vector(weight, invstd), _vector(bias, invstd), invstd.contiguous(),
+        dz = _as(dz, z)
+        c = cut(*_cut_key(z, dz), TILE)
+        t = crew(c, card(z.device))
+        constants = {name: v for name, v in c.constants.items() if name != "U"}
+        device.input_grad_kernel[(c.slabs * t.S,)](
+            dz, z, dx, _vector(weight, invstd), _vector(bias, invstd), invstd.contiguous(),
             _vector(sum_dy, invstd), _vector(sum_dy_xhat, invstd),
-            *p.place, float(max(count, 1)), floor, a,
+            *_place(z, c), t.chunks, t.per, t.S, float(max(count, 1)), floor, a,
             HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, INVERSE=inverse, BACKWARD=backward,
-            FIXED=sum_dy is None, VARIANT_I=variant == "I", **p.constants, num_warps=WARPS,
+            FIXED=sum_dy is None, VARIANT_I=variant == "I", **constants, num_warps=WARPS,
         )  # fmt: skip
     return dx
+
+
+def _like(z: Tensor) -> Tensor:
+    """A new buffer in z's layout, gaps included: one layout serves all tensors of a launch."""
+    return torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device)
 
 
 def _as(dz: Tensor, z: Tensor) -> Tensor:
     """dz in z's layout: copied only if it has another."""
     if dz.stride() == z.stride() and dz.dtype == z.dtype and not dz.is_neg():
         return dz
-    return torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device).copy_(dz)
+    return _like(z).copy_(dz)
 
 
 def input_grad_batch(
@@ -348,7 +585,24 @@ def input_grad_batch(
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dγ, dβ of a local batch."""
-    dz = _as(dz, z)
+    with _on(z):
+        dz = _as(dz, z)
+        dx = _like(z)
+        sum_dy, sum_dy_xhat = torch.empty_like(invstd), torch.empty_like(invstd)
+        _, inverse, backward = compiled(phi)
+        key = (
+            "backward", z.shape, z.stride(), z.dtype, z.device, (z.data_ptr() | dz.data_ptr()) % 16, phi.name,
+            _kind(weight), _kind(bias), variant,
+        )  # fmt: skip
+        if _fused(
+            device.backward_kernel, key, 3,
+            [dz, z, dx, _vector(weight, invstd), _vector(bias, invstd), invstd, sum_dy, sum_dy_xhat], (floor, a),
+            {
+                "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
+                "INVERSE": inverse, "BACKWARD": backward, "VARIANT_I": variant == "I",
+            },
+        ):  # fmt: skip
+            return dx, sum_dy_xhat, sum_dy
     rest = (floor, phi, a, variant)
     sum_dy, sum_dy_xhat = sums(dz, z, weight, bias, *rest)
     dx = input_grad(dz, z, weight, bias, invstd, sum_dy, sum_dy_xhat, z.numel() // z.shape[1], *rest)

@@ -1,12 +1,20 @@
 """The kernels: what runs on the GPU. Launchers and plans are in the package above.
 
-All tensors of a launch share one layout, seen as slabs of channels cut into tiles:
+All tensors of a launch share one layout, seen as slabs of channels:
 
-- channels outer (NCHW, NCDHW): a slab is one channel; a tile is BR images by BC neighbouring pixels;
-- channels inner (NHWC, NDHWC, (N, C)): a slab is BC neighbouring channels; a tile is BR pixels by BC channels.
+- channels outer (NCHW, NCDHW): a slab is one channel; a tile is BR images by BC neighbouring pixels, walked along the pixels
+  in vectors of V that are aligned in memory. Where rows start anywhere (97×97), the few elements before the first and behind
+  the last whole vector of a row are its edges, and are handled apart;
+- channels inner (NHWC, NDHWC, (N, C)): a slab is BC neighbouring channels; a tile is BR pixels by BC channels, walked along
+  the pixels.
 
-Reductions: P programs walk the tiles of a slab, p, p + P, p + 2P, …; each writes its partial result, and the last to arrive
-merges all P in a fixed order, so the same input gives the same bits. Sums are float32. Offsets are int64.
+A slab is the work of S members, each with a run of up to ``per`` tiles in one of ``blocks`` blocks of rows. Members add up
+their share, and the S partial results are added in one fixed order, so the same input gives the same bits. Sums are float32,
+offsets int64.
+
+How members of a slab find each other's results within one launch: every word they exchange is 64 bits, a float32 below and a
+stamp above that no earlier round has used. A reader polls until the stamp is right; nothing has to be reset, and no fence is
+needed because a word is written at once. Polling is bounded, and ends in a trap: an error, never a wrong result or a hang.
 """
 
 from __future__ import annotations
@@ -14,34 +22,102 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Some seconds.
+PATIENCE = tl.constexpr(1 << 22)
+
 
 @triton.jit
-def tile_at(
-    t,
-    slab,
-    rows,
-    channels,
-    pixels,
-    row_stride,
-    channel_stride,
-    across,
-    INNER: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    VEC: tl.constexpr,
-):
-    """Offsets and mask of tile t. ``across`` is the number of tiles in one image where channels are outer."""
+def walk(
+    slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across,
+    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, EDGES: tl.constexpr,
+):  # fmt: skip
+    """Where a member's first tile lies, and how far it goes.
+
+    Returns offsets; position and limit, such that what is inside of tile k has position + k·(BC or BR) ≤ limit; the number
+    of tiles; the offset from one tile to the next. Channels outer: one line per vector, V long. Inner: BR lines, BC long.
+    """
+    block = member // chunks
+    first = member % chunks * per
+    tiles = tl.minimum(per, across - first)
     if INNER:
-        r = tl.cast(t, tl.int64) * BR + tl.arange(0, BR)
+        r = first * BR + tl.arange(0, BR)
         c = slab * BC + tl.arange(0, BC)
-        offsets = r[:, None] * row_stride + c[None, :]
-        inside = (r[:, None] < rows) & (c[None, :] < channels)
+        offsets = r[:, None].to(tl.int64) * row_stride + c[None, :]
+        return tl.multiple_of(offsets, [1, V]), (r + 1)[:, None], rows, tiles, tl.cast(row_stride, tl.int64) * BR
     else:
-        r = tl.cast(t // across, tl.int64) * BR + tl.arange(0, BR)
-        s = (t % across) * BC + tl.arange(0, BC)
-        offsets = tl.cast(slab, tl.int64) * channel_stride + r[:, None] * row_stride + s[None, :]
-        inside = (r[:, None] < rows) & (s[None, :] < pixels)
-    return tl.multiple_of(offsets, [1, VEC]), inside
+        line = tl.arange(0, BR * BC // V)
+        r = block * BR + line // (BC // V)
+        s = first * BC + line % (BC // V) * V
+        start = tl.cast(slab, tl.int64) * channel_stride + r.to(tl.int64) * row_stride
+        limit = tl.where(r < rows, pixels, 0)
+        if EDGES:
+            head = ((V - start % V) % V).to(tl.int32)
+            start += head
+            limit -= head
+        offsets = (start + s)[:, None] + tl.arange(0, V)[None, :]
+        return tl.multiple_of(offsets, [1, V]), (s + V)[:, None], limit[:, None], tiles, tl.cast(BC, tl.int64)
+
+
+@triton.jit
+def is_inside(
+    k, position, limit, slab, channels,
+    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Mask of a member's tile k, constant along vectors."""
+    if INNER:
+        inside = position + k * BR <= limit
+        if not WHOLE:
+            inside = inside & ((slab * BC + tl.arange(0, BC) // V * V)[None, :] < channels)
+        return inside
+    else:
+        return position + k * BC <= limit
+
+
+@triton.jit
+def edges_at(slab, block, rows, pixels, row_stride, channel_stride, BR: tl.constexpr, V: tl.constexpr):
+    """Offsets and mask of the elements of a block's rows that lie in no whole vector: V columns before, V behind."""
+    r = block * BR + tl.arange(0, BR)
+    start = tl.cast(slab, tl.int64) * channel_stride + r.to(tl.int64) * row_stride
+    head = ((V - start % V) % V).to(tl.int32)
+    behind = head + tl.maximum(pixels - head, 0) // V * V
+    i = tl.arange(0, 2 * V)[None, :]
+    s = tl.where(i < V, i, behind[:, None] + i - V)
+    inside = (r < rows)[:, None] & (s < pixels) & ((i >= V) | (s < head[:, None]))
+    return start[:, None] + s, inside
+
+
+@triton.jit
+def by_line(v, INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, U: tl.constexpr):
+    """A tile's sums that need no other thread: over its vectors, or over the U rows that a thread holds."""
+    if INNER:
+        return tl.sum(tl.reshape(v, [U, BR // U, BC]), 0)
+    else:
+        return tl.sum(v, 1)
+
+
+@triton.jit
+def no_lines(INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, U: tl.constexpr):
+    """What :func:`by_line` adds to."""
+    if INNER:
+        return tl.zeros([BR // U, BC], tl.float32)
+    else:
+        return tl.zeros([BR * BC // V], tl.float32)
+
+
+@triton.jit
+def plus(a, b, c, d):
+    """Pairs, added."""
+    return a + c, b + d
+
+
+@triton.jit
+def over_lines(a, b, INNER: tl.constexpr):
+    """Two sums over all lines, per channel of the slab."""
+    a, b = tl.reduce((a, b), 0, plus)
+    if INNER:
+        return a, b
+    else:
+        return tl.zeros([1], tl.float32) + a, tl.zeros([1], tl.float32) + b
 
 
 @triton.jit
@@ -54,30 +130,10 @@ def over_tile(v, INNER: tl.constexpr):
 
 
 @triton.jit
-def channel_sum(v, INNER: tl.constexpr, W: tl.constexpr):
-    """A tile's sums over each of the slab's W channels."""
-    if INNER:
-        return tl.sum(v, 0)
-    else:
-        return tl.zeros([W], tl.float32) + tl.sum(tl.sum(v, 1), 0)
-
-
-@triton.jit
-def is_last(count_ptr, P):
-    """Whether all P programs of the slab have published; the last one resets the counter for the next launch."""
-    tl.debug_barrier()
-    arrived = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")
-    last = arrived == P - 1
-    if last:
-        tl.atomic_xchg(count_ptr, 0, sem="relaxed", scope="gpu")
-    return last
-
-
-@triton.jit
-def guarded(weight_ptr, c, inside, floor, HAS_WEIGHT: tl.constexpr, W: tl.constexpr):
+def guarded(weight_ptr, c, known, floor, HAS_WEIGHT: tl.constexpr, W: tl.constexpr):
     """γ = copysign(max(|weight|, floor), weight); 1 without a weight."""
     if HAS_WEIGHT:
-        w = tl.load(weight_ptr + c, mask=inside, other=1.0).to(tl.float32)
+        w = tl.load(weight_ptr + c, mask=known, other=1.0).to(tl.float32)
         # The comparison lets a NaN through, where a maximum would hide it; the sign bit tells −0 from 0.
         size = tl.where(tl.abs(w) < floor, floor, tl.abs(w))
         return tl.where(w.to(tl.int32, bitcast=True) < 0, -size, size)
@@ -86,24 +142,180 @@ def guarded(weight_ptr, c, inside, floor, HAS_WEIGHT: tl.constexpr, W: tl.conste
 
 
 @triton.jit
-def shifted_by(bias_ptr, c, inside, HAS_BIAS: tl.constexpr, W: tl.constexpr):
+def shifted_by(bias_ptr, c, known, HAS_BIAS: tl.constexpr, W: tl.constexpr):
     """β; 0 without a bias."""
     if HAS_BIAS:
-        return tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
+        return tl.load(bias_ptr + c, mask=known, other=0.0).to(tl.float32)
     else:
         return tl.zeros([W], tl.float32)
 
 
 @triton.jit
-def partial_moments(base, k, P, anchor, W: tl.constexpr):
-    """Of the programs k of a slab: count, mean about the anchor, and sum of squared deviations; 0 past the last."""
-    q = base + k[:, None] * 4 * W
-    here = (k < P)[:, None]
-    n_k = tl.load(q, mask=here, other=0.0, volatile=True)
-    # A program's mean is shift + off, kept apart: a large mean costs no digits.
-    shift_k = tl.load(q + W, mask=here, other=0.0, volatile=True)
-    off_k = tl.load(q + 2 * W, mask=here, other=0.0, volatile=True)
-    return n_k, (shift_k - anchor[None, :]) + off_k, tl.load(q + 3 * W, mask=here, other=0.0, volatile=True)
+def sample(x_ptr, c, known, rows, pixels, row_stride, channel_stride):
+    """The median of three elements of every channel: what moments are taken about.
+
+    var = ∑(x − k)²/m − (∑(x − k)/m)² costs digits only where k is far from the mean, by a share of about u·(k − mean)²/var. A
+    median of three is that far only if two of three elements are: elements so rare that they set var by themselves.
+    """
+    at = x_ptr + c.to(tl.int64) * channel_stride
+    p = tl.load(at, mask=known, other=0.0).to(tl.float32)
+    q = tl.load(at + tl.cast(rows // 2, tl.int64) * row_stride + pixels // 2, mask=known, other=0.0).to(tl.float32)
+    r = tl.load(at + tl.cast(rows - 1, tl.int64) * row_stride + pixels - 1, mask=known, other=0.0).to(tl.float32)
+    return tl.maximum(tl.minimum(p, q), tl.minimum(tl.maximum(p, q), r))
+
+
+@triton.jit
+def add_moments(
+    x_ptr, k, slab, member, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
+    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
+    EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A member's ∑(x − k) and ∑(x − k)² of every channel of the slab."""
+    offsets, position, limit, tiles, step = walk(
+        slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, V, EDGES
+    )
+    about = over_tile(k, INNER)
+    # k is an element, so it survives this; and what is masked deviates by nothing.
+    missing = about.to(x_ptr.dtype.element_ty)
+    first = no_lines(INNER, BR, BC, V, U)
+    second = no_lines(INNER, BR, BC, V, U)
+    for t in tl.range(tiles, num_stages=STAGES):
+        inside = is_inside(t, position, limit, slab, channels, INNER, BR, BC, V, WHOLE)
+        x = tl.load(x_ptr + (offsets + t * step), mask=inside, other=missing, eviction_policy="evict_last")
+        d = x.to(tl.float32) - about
+        first += by_line(d, INNER, BR, BC, U)
+        second += by_line(d * d, INNER, BR, BC, U)
+    first, second = over_lines(first, second, INNER)
+    if EDGES:
+        # The first of a block looks after its edges.
+        if member % chunks == 0:
+            edge, there = edges_at(slab, member // chunks, rows, pixels, row_stride, channel_stride, BR, V)
+            e = tl.load(x_ptr + edge, mask=there, other=missing).to(tl.float32) - about
+            first += tl.sum(tl.sum(e, 1), 0)
+            second += tl.sum(tl.sum(e * e, 1), 0)
+    return first, second
+
+
+@triton.jit
+def moments_from(k, first, second, m):
+    """Mean and biased variance from ∑(x − k) and ∑(x − k)²."""
+    off = first / m
+    # A maximum would hide a NaN.
+    var = second / m - off * off
+    return k + off, tl.where(var < 0.0, 0.0, var)
+
+
+@triton.jit
+def transform(
+    x_ptr, mean, scale, beta, a, slab, member, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
+    PHI: tl.constexpr, INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr,
+    EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """z = φ((x − mean)·scale + β) over a member's share of x, last tile first: that was read last."""
+    offsets, position, limit, tiles, step = walk(
+        slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, V, EDGES
+    )
+    mean = over_tile(mean, INNER)
+    scale = over_tile(scale, INNER)
+    beta = over_tile(beta, INNER)
+    for i in tl.range(tiles, num_stages=STAGES):
+        t = tiles - 1 - i
+        inside = is_inside(t, position, limit, slab, channels, INNER, BR, BC, V, WHOLE)
+        at = x_ptr + (offsets + t * step)
+        x = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        z = PHI((x - mean) * scale + beta, a)
+        tl.store(at, z.to(x_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+    if EDGES:
+        # The first of a block looks after its edges.
+        if member % chunks == 0:
+            edge, there = edges_at(slab, member // chunks, rows, pixels, row_stride, channel_stride, BR, V)
+            e = (tl.load(x_ptr + edge, mask=there, other=0.0).to(tl.float32) - mean) * scale + beta
+            tl.store(x_ptr + edge, PHI(e, a).to(x_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def recovered(z, dz, gamma, beta, a, INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr):
+    """dy, and x̂ = (y − β)/γ (I) or y − β (II)."""
+    z = z.to(tl.float32)
+    centred = INVERSE(z, a) - beta
+    if VARIANT_I:
+        centred = centred / gamma
+    return BACKWARD(dz.to(tl.float32), z, a), centred
+
+
+@triton.jit
+def add_gradients(
+    dz_ptr, z_ptr, gamma, beta, a, slab, member, chunks, per,
+    rows, channels, pixels, row_stride, channel_stride, across,
+    INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
+    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
+    EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A member's ∑ dy and ∑ dy·x̂ (I) or ∑ dy·(y − β) (II)."""
+    offsets, position, limit, tiles, step = walk(
+        slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, V, EDGES
+    )
+    gamma = over_tile(gamma, INNER)
+    beta = over_tile(beta, INNER)
+    one = no_lines(INNER, BR, BC, V, U)
+    other = no_lines(INNER, BR, BC, V, U)
+    for t in tl.range(tiles, num_stages=STAGES):
+        inside = is_inside(t, position, limit, slab, channels, INNER, BR, BC, V, WHOLE)
+        at = offsets + t * step
+        z = tl.load(z_ptr + at, mask=inside, other=0.0, eviction_policy="evict_last")
+        # dz = 0 outside, and with it dy.
+        dz = tl.load(dz_ptr + at, mask=inside, other=0.0, eviction_policy="evict_last")
+        dy, centred = recovered(z, dz, gamma, beta, a, INVERSE, BACKWARD, VARIANT_I)
+        one += by_line(dy, INNER, BR, BC, U)
+        other += by_line(dy * centred, INNER, BR, BC, U)
+    one, other = over_lines(one, other, INNER)
+    if EDGES:
+        # The first of a block looks after its edges.
+        if member % chunks == 0:
+            edge, there = edges_at(slab, member // chunks, rows, pixels, row_stride, channel_stride, BR, V)
+            e_z = tl.load(z_ptr + edge, mask=there, other=0.0)
+            e_dz = tl.load(dz_ptr + edge, mask=there, other=0.0)
+            e_dy, e_centred = recovered(e_z, e_dz, gamma, beta, a, INVERSE, BACKWARD, VARIANT_I)
+            one += tl.sum(tl.sum(e_dy, 1), 0)
+            other += tl.sum(tl.sum(e_dy * e_centred, 1), 0)
+    return one, other
+
+
+@triton.jit
+def gradient(
+    dz_ptr, z_ptr, dx_ptr, gamma, beta, scale, slope, constant, a, slab, member, chunks, per,
+    rows, channels, pixels, row_stride, channel_stride, across,
+    INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr, FIXED: tl.constexpr,
+    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """dx = scale·dy + slope·(x̂ or y − β) + constant over a member's share, last tile first."""
+    offsets, position, limit, tiles, step = walk(
+        slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, V, EDGES
+    )
+    gamma = over_tile(gamma, INNER)
+    beta = over_tile(beta, INNER)
+    scale = over_tile(scale, INNER)
+    slope = over_tile(slope, INNER)
+    constant = over_tile(constant, INNER)
+    for i in tl.range(tiles, num_stages=STAGES):
+        t = tiles - 1 - i
+        inside = is_inside(t, position, limit, slab, channels, INNER, BR, BC, V, WHOLE)
+        at = offsets + t * step
+        z = tl.load(z_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
+        dz = tl.load(dz_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
+        dy, centred = recovered(z, dz, gamma, beta, a, INVERSE, BACKWARD, VARIANT_I)
+        dx = dy * scale if FIXED else dy * scale + (centred * slope + constant)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+    if EDGES:
+        # The first of a block looks after its edges.
+        if member % chunks == 0:
+            edge, there = edges_at(slab, member // chunks, rows, pixels, row_stride, channel_stride, BR, V)
+            e_z = tl.load(z_ptr + edge, mask=there, other=0.0)
+            e_dz = tl.load(dz_ptr + edge, mask=there, other=0.0)
+            e_dy, e_centred = recovered(e_z, e_dz, gamma, beta, a, INVERSE, BACKWARD, VARIANT_I)
+            e_dx = e_dy * scale if FIXED else e_dy * scale + (e_centred * slope + constant)
+            tl.store(dx_ptr + edge, e_dx.to(dx_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -114,184 +326,360 @@ def move(running_ptr, c, known, batch, newest):
 
 
 @triton.jit
+def track(
+    running_mean_ptr, running_var_ptr, tracked_ptr, c, known, mean, var, m, momentum, CUMULATIVE: tl.constexpr
+):  # fmt: skip
+    """Move the running statistics; the counter itself is moved when every program has read it."""
+    newest = momentum
+    if CUMULATIVE:
+        newest = 1.0 / (tl.load(tracked_ptr) + 1).to(tl.float32)
+    move(running_mean_ptr, c, known, mean, newest)
+    move(running_var_ptr, c, known, var * (m / tl.maximum(m - 1.0, 1.0)), newest)
+
+
+# ---- between the members of a slab, within one launch
+
+
+@triton.jit
+def stamped(v, stamp):
+    """A word of a value and its stamp."""
+    return (tl.cast(stamp, tl.int64) << 32) | (v.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def value(word):
+    """What a word says, stamp or no stamp."""
+    return (word & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def await_words(at, here, stamp):
+    """The words at these addresses, once all bear the stamp.
+
+    There are at least as many addresses as threads, so that no two threads read one word and disagree about it.
+    """
+    words = tl.load(at, mask=here, other=0, volatile=True)
+    polls = 0
+    while (tl.max(tl.ravel((here & ((words >> 32) != stamp)).to(tl.int32)), 0) > 0) & (polls < PATIENCE):
+        words = tl.load(at, mask=here, other=0, volatile=True)
+        polls += 1
+    if polls == PATIENCE:
+        tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    return tl.where(here, value(words), 0.0)
+
+
+@triton.jit
+def exchange(
+    one, other, words_ptr, group, member, S, n, epoch, programs,
+    W: tl.constexpr, MW: tl.constexpr, BS: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """The sums of both over the S members of a group, in round n.
+
+    One channel: every member adds up all partial results. More: each of the first W/MW members adds up those of MW channels
+    and publishes the totals. Two sets of words serve alternate rounds: a member that has finished round n + 1 knows that
+    all others have finished reading those of round n.
+    """
+    # Not 0, which fresh words hold.
+    stamp = epoch + n + 1
+    i = tl.arange(0, W)
+    partial = words_ptr + (tl.cast(n % 2, tl.int64) * programs + group * S) * 2 * W
+    tl.store(partial + member * 2 * W + i, stamped(one, stamp))
+    tl.store(partial + member * 2 * W + W + i, stamped(other, stamp))
+    s = tl.arange(0, BS)[:, None]
+    if W == 1:
+        both = await_words(partial + s * 2 + tl.arange(0, 2)[None, :], s < S, stamp)
+        both = tl.sum(both, 0)
+        first = tl.arange(0, 2) == 0
+        return (
+            tl.zeros([1], tl.float32) + tl.sum(tl.where(first, both, 0.0), 0),
+            tl.zeros([1], tl.float32) + tl.sum(tl.where(first, 0.0, both), 0),
+        )
+    else:
+        totals = words_ptr + 4 * W * programs + (tl.cast(n % 2, tl.int64) * programs + group) * 2 * W
+        if member * MW < W:
+            # Lines of MW channels of one sum, then of the other.
+            j = tl.arange(0, 2 * MW)
+            column = j // MW * W + member * MW + j % MW
+            sums = tl.sum(await_words(partial + s * 2 * W + column[None, :], s < S, stamp), 0)
+            tl.store(totals + column, stamped(sums, stamp))
+        r = tl.arange(0, THREADS // W if THREADS > 2 * W else 2)[:, None]
+        both = await_words(totals + r * W + i[None, :], (r < 2) & (i >= 0)[None, :], stamp)
+        return tl.sum(tl.where(r == 0, both, 0.0), 0), tl.sum(tl.where(r == 1, both, 0.0), 0)
+
+
+@triton.jit
+def finish(sync_ptr, tracked_ptr, epoch, rounds, COUNTED: tl.constexpr, SHARED: tl.constexpr):
+    """The last program leaves a fresh epoch for the next launch, and counts the batch."""
+    if COUNTED or SHARED:
+        tl.debug_barrier()
+        if tl.atomic_add(sync_ptr + 1, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+            tl.store(sync_ptr + 1, 0)
+            tl.store(sync_ptr, epoch + rounds)
+            if COUNTED:
+                tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, weight_ptr, bias_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, tracked_ptr, words_ptr, sync_ptr,
+    rows, channels, pixels, row_stride, channel_stride, across, chunks, per, slabs, S, G, m, momentum, eps, floor, a,
+    TRACK: tl.constexpr, CUMULATIVE: tl.constexpr, COUNTED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, PHI: tl.constexpr,
+    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
+    EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    SHARED: tl.constexpr, MW: tl.constexpr, BS: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """z = φ(γ·(x − mean)·invstd + β) over x, from x's own statistics; running ← running + momentum·(batch − running).
+
+    Grid: G groups of S members, all resident at once where they share a slab; a group works on slabs g, g + G, …. Bytes: x read
+    and written once; its second reading is served by the L2 cache.
+    """
+    group = tl.program_id(0) // S
+    member = tl.program_id(0) % S
+    epoch = tl.load(sync_ptr, volatile=True)
+    rounds = tl.cdiv(slabs, G)
+    c = group * W + tl.arange(0, W)
+    ahead = sample(x_ptr, c, c < channels, rows, pixels, row_stride, channel_stride)
+    for n in range(rounds):
+        slab = group + n * G
+        c = slab * W + tl.arange(0, W)
+        known = c < channels
+        if slab < slabs:
+            k = ahead
+            first, second = add_moments(
+                x_ptr, k, slab, member, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
+                INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
+            )  # fmt: skip
+            if SHARED:
+                first, second = exchange(
+                    first, second, words_ptr, group, member, S, n, epoch, S * G, W, MW, BS, THREADS
+                )
+            mean, var = moments_from(k, first, second, m)
+            invstd = 1.0 / tl.sqrt(var + eps)
+            # Another member each time, so that none falls behind.
+            if member == n % S:
+                tl.store(invstd_ptr + c, invstd, mask=known)
+                if TRACK:
+                    track(running_mean_ptr, running_var_ptr, tracked_ptr, c, known, mean, var, m, momentum, CUMULATIVE)
+            scale = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, W) * invstd
+            # While there is something else to do.
+            ahead = sample(x_ptr, c + G * W, c + G * W < channels, rows, pixels, row_stride, channel_stride)
+            transform(
+                x_ptr, mean, scale, shifted_by(bias_ptr, c, known, HAS_BIAS, W), a, slab, member, chunks, per,
+                rows, channels, pixels, row_stride, channel_stride, across, PHI, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
+            )  # fmt: skip
+    finish(sync_ptr, tracked_ptr, epoch, rounds, COUNTED, SHARED)
+
+
+@triton.jit
+def backward_kernel(
+    dz_ptr, z_ptr, dx_ptr, weight_ptr, bias_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr, words_ptr, sync_ptr,
+    rows, channels, pixels, row_stride, channel_stride, across, chunks, per, slabs, S, G, m, floor, a,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr,
+    VARIANT_I: tl.constexpr,
+    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
+    EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    SHARED: tl.constexpr, MW: tl.constexpr, BS: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """∑ dy, ∑ dy·x̂, and dx from them: as :func:`gradient`, with γ·invstd, −γ·invstd/m·(∑dy·x̂ and ∑dy).
+
+    Grid and rounds as in forward_kernel. Bytes: z and dz read once, dx written once.
+    """
+    group = tl.program_id(0) // S
+    member = tl.program_id(0) % S
+    epoch = tl.load(sync_ptr, volatile=True)
+    rounds = tl.cdiv(slabs, G)
+    for n in range(rounds):
+        slab = group + n * G
+        c = slab * W + tl.arange(0, W)
+        known = c < channels
+        if slab < slabs:
+            gamma = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, W)
+            beta = shifted_by(bias_ptr, c, known, HAS_BIAS, W)
+            one, other = add_gradients(
+                dz_ptr, z_ptr, gamma, beta, a, slab, member, chunks, per,
+                rows, channels, pixels, row_stride, channel_stride, across,
+                INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
+            )  # fmt: skip
+            if SHARED:
+                one, other = exchange(one, other, words_ptr, group, member, S, n, epoch, S * G, W, MW, BS, THREADS)
+            if not VARIANT_I:
+                other = other / gamma
+            if member == n % S:
+                tl.store(sum_dy_ptr + c, one, mask=known)
+                tl.store(sum_dy_xhat_ptr + c, other, mask=known)
+            scale = gamma * tl.load(invstd_ptr + c, mask=known, other=0.0)
+            slope = -scale * other / m
+            if not VARIANT_I:
+                slope = slope / gamma
+            gradient(
+                dz_ptr, z_ptr, dx_ptr, gamma, beta, scale, slope, -scale * one / m, a, slab, member, chunks, per,
+                rows, channels, pixels, row_stride, channel_stride, across,
+                INVERSE, BACKWARD, VARIANT_I, False, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
+            )  # fmt: skip
+    finish(sync_ptr, sync_ptr, epoch, rounds, False, SHARED)
+
+
+# ---- the verbs, one launch each: any number of members, none of which waits
+
+
+@triton.jit
+def is_last(count_ptr, S):
+    """Whether all S members of the slab have published; the last one resets the counter for the next launch."""
+    tl.debug_barrier()
+    arrived = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")
+    last = arrived == S - 1
+    if last:
+        tl.atomic_xchg(count_ptr, 0, sem="relaxed", scope="gpu")
+    return last
+
+
+@triton.jit
+def publish(one, other, partial_ptr, slab, member, S, W: tl.constexpr):
+    """A member's sums, for the last one to add up."""
+    own = partial_ptr + (tl.cast(slab, tl.int64) * S + member) * 2 * W + tl.arange(0, W)
+    tl.store(own, one)
+    tl.store(own + W, other)
+
+
+@triton.jit
+def add_published(partial_ptr, slab, S, W: tl.constexpr, BS: tl.constexpr):
+    """The sums of both over the members of a slab."""
+    s = tl.arange(0, BS)
+    base = partial_ptr + tl.cast(slab, tl.int64) * S * 2 * W + tl.arange(0, W)[None, :]
+    one = tl.zeros([W], tl.float32)
+    other = tl.zeros([W], tl.float32)
+    for s0 in range(0, S, BS):
+        at = base + (s0 + s)[:, None] * 2 * W
+        here = ((s0 + s) < S)[:, None]
+        one += tl.sum(tl.load(at, mask=here, other=0.0, volatile=True), 0)
+        other += tl.sum(tl.load(at + W, mask=here, other=0.0, volatile=True), 0)
+    return one, other
+
+
+@triton.jit
 def moments_kernel(
     x_ptr, mean_ptr, var_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, tracked_ptr, partial_ptr, count_ptr,
-    rows, channels, pixels, row_stride, channel_stride, across, tiles, P, momentum, eps,
-    TRACK: tl.constexpr, CUMULATIVE: tl.constexpr, INNER: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr, BP: tl.constexpr,
+    rows, channels, pixels, row_stride, channel_stride, across, chunks, per, S, m, momentum, eps,
+    TRACK: tl.constexpr, CUMULATIVE: tl.constexpr,
+    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
+    EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """mean = ∑x/m, var = ∑(x − mean)²/m, invstd = 1/√(var + eps); running ← running + momentum·(batch − running).
 
-    Grid: slabs·P. Each program sums about the mean of its own first tile; the last of a slab merges by Chan's formula.
-    Bytes: x read once.
+    Grid: slabs·S; the last member of a slab adds up what all have published. Bytes: x read once.
     """
-    slab = tl.program_id(0) // P
-    p = tl.program_id(0) % P
-    offsets, inside = tile_at(p, slab, rows, channels, pixels, row_stride, channel_stride, across, INNER, BR, BC, VEC)
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    shift = channel_sum(x, INNER, W) / tl.maximum(channel_sum(inside.to(tl.float32), INNER, W), 1.0)
-    n = tl.zeros([BR, BC], tl.float32)
-    first = tl.zeros([BR, BC], tl.float32)
-    second = tl.zeros([BR, BC], tl.float32)
-    for t in tl.range(p, tiles, P, num_stages=3):
-        offsets, inside = tile_at(
-            t, slab, rows, channels, pixels, row_stride, channel_stride, across, INNER, BR, BC, VEC
-        )
-        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        d = tl.where(inside, x - over_tile(shift, INNER), 0.0)
-        n += inside.to(tl.float32)
-        first += d
-        second += d * d
-    count = channel_sum(n, INNER, W)
-    off = channel_sum(first, INNER, W) / tl.maximum(count, 1.0)
-    m2 = tl.maximum(channel_sum(second, INNER, W) - count * off * off, 0.0)
-    i = tl.arange(0, W)
-    own = partial_ptr + (tl.cast(slab, tl.int64) * P + p) * 4 * W + i
-    tl.store(own, count)
-    tl.store(own + W, shift)
-    tl.store(own + 2 * W, off)
-    tl.store(own + 3 * W, m2)
-    if is_last(count_ptr + slab, P):
-        k = tl.arange(0, BP)
-        base = partial_ptr + tl.cast(slab, tl.int64) * P * 4 * W
-        anchor = tl.load(base + W + i, volatile=True)
-        total = tl.zeros([W], tl.float32)
-        drift = tl.zeros([W], tl.float32)
-        for k0 in range(0, P, BP):
-            n_k, mean_k, _ = partial_moments(base + i[None, :], k0 + k, P, anchor, W)
-            total += tl.sum(n_k, 0)
-            drift += tl.sum(n_k * mean_k, 0)
-        m = tl.maximum(total, 1.0)
-        drift = drift / m
-        mean = anchor + drift
-        spread = tl.zeros([W], tl.float32)
-        for k0 in range(0, P, BP):
-            n_k, mean_k, m2_k = partial_moments(base + i[None, :], k0 + k, P, anchor, W)
-            d_k = mean_k - drift[None, :]
-            spread += tl.sum(m2_k + n_k * d_k * d_k, 0)
-        var = spread / m
-        c = slab * W + i
-        known = c < channels
+    slabs = tl.num_programs(0) // S
+    slab = tl.program_id(0) % slabs
+    member = tl.program_id(0) // slabs
+    c = slab * W + tl.arange(0, W)
+    known = c < channels
+    k = sample(x_ptr, c, known, rows, pixels, row_stride, channel_stride)
+    first, second = add_moments(
+        x_ptr, k, slab, member, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
+        INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
+    )  # fmt: skip
+    publish(first, second, partial_ptr, slab, member, S, W)
+    if is_last(count_ptr + slab, S):
+        first, second = add_published(partial_ptr, slab, S, W, BS)
+        mean, var = moments_from(k, first, second, m)
         tl.store(mean_ptr + c, mean, mask=known)
         tl.store(var_ptr + c, var, mask=known)
         tl.store(invstd_ptr + c, 1.0 / tl.sqrt(var + eps), mask=known)
         if TRACK:
-            newest = momentum
-            if CUMULATIVE:
-                # Moved later, by transform_kernel, when every slab has read it.
-                newest = 1.0 / (tl.load(tracked_ptr) + 1).to(tl.float32)
-            move(running_mean_ptr, c, known, mean, newest)
-            move(running_var_ptr, c, known, var * (m / tl.maximum(m - 1.0, 1.0)), newest)
+            track(running_mean_ptr, running_var_ptr, tracked_ptr, c, known, mean, var, m, momentum, CUMULATIVE)
 
 
 @triton.jit
 def transform_kernel(
     x_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, tracked_ptr,
-    rows, channels, pixels, row_stride, channel_stride, across, tiles, floor, a,
-    COUNTED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, PHI: tl.constexpr, INNER: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr,
+    rows, channels, pixels, row_stride, channel_stride, across, chunks, per, S, floor, a,
+    COUNTED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, PHI: tl.constexpr,
+    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr,
+    EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """z = φ(γ·(x − mean)·invstd + β), over x; num_batches_tracked ← num_batches_tracked + 1.
 
-    Grid: slabs·tiles, one tile each. Bytes: x read and written once.
+    Grid: slabs·S, backwards: what moments_kernel read last may still be cached. Bytes: x read and written once.
     """
-    slab = tl.program_id(0) // tiles
-    t = tl.program_id(0) % tiles
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    slabs = tl.num_programs(0) // S
+    slab = program % slabs
     c = slab * W + tl.arange(0, W)
     known = c < channels
     mean = tl.load(mean_ptr + c, mask=known, other=0.0).to(tl.float32)
-    scale = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, W) * tl.load(invstd_ptr + c, mask=known, other=0.0).to(
-        tl.float32
-    )
-    beta = shifted_by(bias_ptr, c, known, HAS_BIAS, W)
-    offsets, inside = tile_at(t, slab, rows, channels, pixels, row_stride, channel_stride, across, INNER, BR, BC, VEC)
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    y = (x - over_tile(mean, INNER)) * over_tile(scale, INNER) + over_tile(beta, INNER)
-    tl.store(x_ptr + offsets, PHI(y, a).to(x_ptr.dtype.element_ty), mask=inside)
-    if COUNTED and tl.program_id(0) == 0:
+    invstd = tl.load(invstd_ptr + c, mask=known, other=0.0).to(tl.float32)
+    transform(
+        x_ptr, mean, guarded(weight_ptr, c, known, floor, HAS_WEIGHT, W) * invstd,
+        shifted_by(bias_ptr, c, known, HAS_BIAS, W), a, slab, program // slabs, chunks, per,
+        rows, channels, pixels, row_stride, channel_stride, across, PHI, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
+    )  # fmt: skip
+    if COUNTED and program == 0:
         tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
 
 
 @triton.jit
 def sums_kernel(
     dz_ptr, z_ptr, weight_ptr, bias_ptr, sum_dy_ptr, sum_dy_xhat_ptr, partial_ptr, count_ptr,
-    rows, channels, pixels, row_stride, channel_stride, across, tiles, P, floor, a,
+    rows, channels, pixels, row_stride, channel_stride, across, chunks, per, S, floor, a,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr,
-    VARIANT_I: tl.constexpr, INNER: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr, BP: tl.constexpr,
+    VARIANT_I: tl.constexpr,
+    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
+    EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """∑ dy and ∑ dy·x̂, with dy = φ′·dz; x̂ = (y − β)/γ per element (I) or once per channel (II).
 
-    Grid: slabs·P, reduced as in moments_kernel. Bytes: z and dz read once.
+    Grid: slabs·S, added up as in moments_kernel. Bytes: z and dz read once.
     """
-    slab = tl.program_id(0) // P
-    p = tl.program_id(0) % P
-    i = tl.arange(0, W)
-    c = slab * W + i
+    slabs = tl.num_programs(0) // S
+    slab = tl.program_id(0) % slabs
+    member = tl.program_id(0) // slabs
+    c = slab * W + tl.arange(0, W)
     known = c < channels
     gamma = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, W)
-    beta = shifted_by(bias_ptr, c, known, HAS_BIAS, W)
-    one = tl.zeros([BR, BC], tl.float32)
-    other = tl.zeros([BR, BC], tl.float32)
-    for t in tl.range(p, tiles, P, num_stages=3):
-        offsets, inside = tile_at(
-            t, slab, rows, channels, pixels, row_stride, channel_stride, across, INNER, BR, BC, VEC
-        )
-        z = tl.load(z_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        dy = BACKWARD(tl.load(dz_ptr + offsets, mask=inside, other=0.0).to(tl.float32), z, a)
-        centred = INVERSE(z, a) - over_tile(beta, INNER)
-        if VARIANT_I:
-            centred = centred / over_tile(gamma, INNER)
-        one += tl.where(inside, dy, 0.0)
-        other += tl.where(inside, dy * centred, 0.0)
-    own = partial_ptr + (tl.cast(slab, tl.int64) * P + p) * 2 * W + i
-    tl.store(own, channel_sum(one, INNER, W))
-    tl.store(own + W, channel_sum(other, INNER, W))
-    if is_last(count_ptr + slab, P):
-        k = tl.arange(0, BP)
-        base = partial_ptr + tl.cast(slab, tl.int64) * P * 2 * W + i[None, :]
-        sum_dy = tl.zeros([W], tl.float32)
-        sum_dy_xhat = tl.zeros([W], tl.float32)
-        for k0 in range(0, P, BP):
-            q = base + (k0 + k)[:, None] * 2 * W
-            here = ((k0 + k) < P)[:, None]
-            sum_dy += tl.sum(tl.load(q, mask=here, other=0.0, volatile=True), 0)
-            sum_dy_xhat += tl.sum(tl.load(q + W, mask=here, other=0.0, volatile=True), 0)
+    one, other = add_gradients(
+        dz_ptr, z_ptr, gamma, shifted_by(bias_ptr, c, known, HAS_BIAS, W), a, slab, member, chunks, per,
+        rows, channels, pixels, row_stride, channel_stride, across,
+        INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
+    )  # fmt: skip
+    publish(one, other, partial_ptr, slab, member, S, W)
+    if is_last(count_ptr + slab, S):
+        one, other = add_published(partial_ptr, slab, S, W, BS)
         if not VARIANT_I:
-            sum_dy_xhat = sum_dy_xhat / gamma
-        tl.store(sum_dy_ptr + c, sum_dy, mask=known)
-        tl.store(sum_dy_xhat_ptr + c, sum_dy_xhat, mask=known)
+            other = other / gamma
+        tl.store(sum_dy_ptr + c, one, mask=known)
+        tl.store(sum_dy_xhat_ptr + c, other, mask=known)
 
 
 @triton.jit
 def input_grad_kernel(
     dz_ptr, z_ptr, dx_ptr, weight_ptr, bias_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr,
-    rows, channels, pixels, row_stride, channel_stride, across, tiles, count, floor, a,
+    rows, channels, pixels, row_stride, channel_stride, across, chunks, per, S, m, floor, a,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr,
-    FIXED: tl.constexpr, VARIANT_I: tl.constexpr, INNER: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr,
+    FIXED: tl.constexpr, VARIANT_I: tl.constexpr,
+    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr,
+    EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx = a·dy + b·(y − β) + c (II), (dy − x̂·dγ/m − dβ/m)·γ·invstd (I), γ·invstd·dy with fixed statistics.
 
-    Grid: slabs·tiles, one tile each. Bytes: z and dz read once, dx written once.
+    Grid: slabs·S, backwards as in transform_kernel. Bytes: z and dz read once, dx written once.
     """
-    slab = tl.program_id(0) // tiles
-    t = tl.program_id(0) % tiles
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    slabs = tl.num_programs(0) // S
+    slab = program % slabs
     c = slab * W + tl.arange(0, W)
     known = c < channels
     gamma = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, W)
     scale = gamma * tl.load(invstd_ptr + c, mask=known, other=0.0).to(tl.float32)
-    offsets, inside = tile_at(t, slab, rows, channels, pixels, row_stride, channel_stride, across, INNER, BR, BC, VEC)
-    z = tl.load(z_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    dy = BACKWARD(tl.load(dz_ptr + offsets, mask=inside, other=0.0).to(tl.float32), z, a)
-    dx = dy * over_tile(scale, INNER)
+    slope = scale
+    constant = scale
     if not FIXED:
-        constant = -scale * tl.load(sum_dy_ptr + c, mask=known, other=0.0) / count
-        slope = -scale * tl.load(sum_dy_xhat_ptr + c, mask=known, other=0.0) / count
-        centred = INVERSE(z, a) - over_tile(shifted_by(bias_ptr, c, known, HAS_BIAS, W), INNER)
-        if VARIANT_I:
-            centred = centred / over_tile(gamma, INNER)
-        else:
+        constant = -scale * tl.load(sum_dy_ptr + c, mask=known, other=0.0) / m
+        slope = -scale * tl.load(sum_dy_xhat_ptr + c, mask=known, other=0.0) / m
+        if not VARIANT_I:
             slope = slope / gamma
-        dx += centred * over_tile(slope, INNER) + over_tile(constant, INNER)
-    tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    gradient(
+        dz_ptr, z_ptr, dx_ptr, gamma, shifted_by(bias_ptr, c, known, HAS_BIAS, W), scale, slope, constant, a,
+        slab, program // slabs, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
+        INVERSE, BACKWARD, VARIANT_I, FIXED, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
+    )  # fmt: skip

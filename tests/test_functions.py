@@ -687,16 +687,10 @@ def test_a_larger_floor():
     agree(lambda x, layer: layer(x * 1), leaf(), layer, plain)
 
 
-def test_sync_runs_alone_with_a_warning_and_refuses_more_ranks(monkeypatch):
+def test_sync_runs_alone_with_a_warning():
     x = leaf(dtype=torch.float32)
     args = (torch.ones(C), torch.zeros(C), torch.zeros(C), torch.ones(C))
     with pytest.warns(UserWarning, match="not initialised"):
         z = inplace_abn_sync(x * 1, *args)
     assert torch.equal(z, inplace_abn(x * 1, *args))
-    monkeypatch.setattr(functions.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(functions.dist, "get_world_size", lambda group=None: 2)
-    with pytest.raises(NotImplementedError, match="2 ranks"):
-        inplace_abn_sync(x * 1, *args)
-    with pytest.raises(NotImplementedError, match="2 ranks"):
-        functions.active_group(True)
-    inplace_abn_sync(x * 1, *args, False)
+    assert functions.active_group(True) is None

@@ -3,7 +3,7 @@
 from .activations import ACTIVATIONS
 from .functions import active_group, inplace_abn, inplace_abn_sync
 from .memory import SavedBytes, saved_bytes
-from .modules import ABN, InPlaceABN, InPlaceABNSync, set_active_group
+from .modules import ABN, InPlaceABN, InPlaceABNSync, convert_sync, set_active_group
 
 __version__ = "2.0.0.dev0"
 
@@ -14,6 +14,7 @@ __all__ = [
     "InPlaceABNSync",
     "SavedBytes",
     "active_group",
+    "convert_sync",
     "inplace_abn",
     "inplace_abn_sync",
     "saved_bytes",

@@ -11,13 +11,14 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
-from . import reference
+from . import ranks, reference
 from .activations import Activation, resolve, warn_of_slope, warn_once
 from .context import is_traced, is_transformed, is_wrapped, may_overwrite, recomputing
+from .ranks import active_group
 
 __all__ = ["active_group", "batch_norm_act", "inplace_abn", "inplace_abn_sync"]
 
@@ -129,46 +130,55 @@ def inplace_abn_sync(
     weight_floor: float = WEIGHT_FLOOR,
     num_batches_tracked: Tensor | None = None,
 ) -> Tensor:
-    """:func:`inplace_abn` with statistics over all ranks of ``group`` (None: all ranks).
+    """:func:`inplace_abn` with statistics over all ranks of ``group`` (None: all ranks), as if one process had all samples.
 
-    Only groups of one rank are supported so far; more raise in training. Evaluation never needs the group.
+    Training takes one collective forward and one backward on every rank of the group, whether or not it has samples (x may be
+    empty) or needs gradients; evaluation, and a group of one rank, take none. dx uses the sums of all ranks; the gradients
+    of weight and bias are this rank's own sums, for DistributedDataParallel to average. Where torch.distributed is not
+    initialised, statistics are this process's own, and one warning says so.
+
+    ``torch.compile`` breaks its graph here: the collectives run outside of it.
     """
-    if training:
-        if not (dist.is_available() and dist.is_initialized()):
-            warn_once(
-                "inplace_abn_sync: torch.distributed is not initialised; statistics are those of this process alone"
-            )
-        elif dist.get_world_size(group) > 1:
-            raise NotImplementedError(
-                f"inplace_abn_sync: the group has {dist.get_world_size(group)} ranks, but statistics are not yet "
-                "synchronised; use one process, or InPlaceABN, whose statistics are each rank's own"
-            )
-    return inplace_abn(
-        x,
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        training,
-        momentum,
-        eps,
-        activation,
-        activation_param,
-        variant=variant,
-        weight_floor=weight_floor,
-        num_batches_tracked=num_batches_tracked,
-    )
-
-
-def active_group(active: bool) -> Any:
-    """The group of the ranks that call this with True; None for the others. Every rank must call it."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    if dist.get_world_size() > 1:
-        raise NotImplementedError(
-            f"active_group: {dist.get_world_size()} ranks, but statistics are not yet synchronised; use one process"
+    if training and not ranks.is_on():
+        warn_once("inplace_abn_sync: torch.distributed is not initialised; statistics are those of this process alone")
+    if not training or ranks.size(group) == 1:
+        return inplace_abn(
+            x,
+            weight,
+            bias,
+            running_mean,
+            running_var,
+            training,
+            momentum,
+            eps,
+            activation,
+            activation_param,
+            variant=variant,
+            weight_floor=weight_floor,
+            num_batches_tracked=num_batches_tracked,
         )
-    return dist.group.WORLD if active else None
+    phi, a = resolve(activation, activation_param)
+    how = Settings(training, momentum, eps, phi, a, weight_floor, variant)
+    _check(x, weight, bias, running_mean, running_var, num_batches_tracked, how, alone=False)
+    vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
+    return _synchronised(x, vectors, how, group)
+
+
+# Not torch.compiler.disable, which imports the whole compiler at once.
+@_disable_dynamo
+def _synchronised(x: Tensor, vectors: tuple[Tensor | None, ...], how: Settings, group: Any) -> Tensor:
+    """A training call of several ranks."""
+    # Gives every rank a backward pass to take part in, even one with nothing to learn.
+    anchor = x.new_zeros(0, requires_grad=True)
+    if how.phi.inverse is not None:
+        warn_of_slope(how.phi, how.a, x.dtype)
+        z: Tensor = InPlaceABN.apply(x, *vectors, how, group, anchor)  # type: ignore[no-untyped-call]
+        return z
+    warn_once(f"{how.phi.name} has no inverse: inplace_abn_sync normalises in place and keeps two maps")
+    plain = how._replace(phi=resolve("identity", 0.0)[0])
+    y: Tensor = InPlaceABN.apply(x, *vectors, plain, group, anchor)  # type: ignore[no-untyped-call]
+    # The plain φ may work in place, and y is needed.
+    return how.phi.plain(y.clone(), how.a)
 
 
 def batch_norm_act(
@@ -204,18 +214,28 @@ class InPlaceABN(torch.autograd.Function):
         running_var: Tensor | None,
         num_batches_tracked: Tensor | None,
         how: Settings,
+        group: Any = None,
+        anchor: Tensor | None = None,
     ) -> Tensor:
-        """Overwrite x, or a copy of it where x may not be written to."""
+        """Overwrite x, or a copy of it where that is not allowed; with an anchor, the batch is that of all ranks of the group."""
         if may_overwrite(x):
             z = x
             ctx.mark_dirty(x)
         else:
             z = x.clone()
         ops = backend(z)
-        if how.training:
-            # Statistics move once.
-            if recomputing():
-                running_mean = running_var = num_batches_tracked = None
+        ctx.group, ctx.count = group, None
+        # Statistics move once.
+        if recomputing():
+            running_mean = running_var = num_batches_tracked = None
+        if anchor is not None:
+            mean, var, ctx.count = _moments_of_all(z, ops, group)
+            invstd = (var + how.eps).rsqrt_()
+            if z.numel():
+                ops.normalize_(z, mean, invstd, weight, bias, how.floor, how.phi, how.a)
+            unbiased = var * (ctx.count / (ctx.count - 1))
+            reference.track(running_mean, running_var, num_batches_tracked, mean, unbiased, how.momentum)
+        elif how.training:
             invstd = ops.normalize_batch_(
                 z,
                 weight,
@@ -246,7 +266,7 @@ class InPlaceABN(torch.autograd.Function):
         if torch.is_grad_enabled():
             once = _OnlyOnce.apply
             gradients = tuple(None if g is None else once(g.requires_grad_()) for g in gradients)  # type: ignore[no-untyped-call]
-        return (*gradients, None, None, None, None)
+        return (*gradients, *[None] * (len(ctx.needs_input_grad) - 3))
 
     @staticmethod
     def _gradients(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
@@ -256,7 +276,14 @@ class InPlaceABN(torch.autograd.Function):
         rest = (how.floor, how.phi, how.a, how.variant)
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         dx = dgamma = dbeta = None
-        if how.training and need_x:
+        if ctx.count is not None:
+            dbeta, dgamma = ops.sums(dz, z, weight, bias, *rest) if z.numel() else z.new_zeros(2, z.shape[1])
+            # Whatever this rank needs, the others wait for its sums.
+            of_all = ranks.total_sums(dbeta, dgamma, ctx.group)
+            if need_x:
+                means = (s / ctx.count for s in of_all)
+                dx = ops.input_grad(dz, z, weight, bias, invstd, *means, 1, *rest) if z.numel() else dz.clone()
+        elif how.training and need_x:
             dx, dgamma, dbeta = ops.input_grad_batch(dz, z, weight, bias, invstd, *rest)
         else:
             if need_weight or need_bias:
@@ -281,6 +308,22 @@ class _OnlyOnce(torch.autograd.Function):
             "InPlaceABN cannot be differentiated twice: its gradient is computed from z and not recorded. Where second "
             "derivatives are needed (gradient penalties, meta-learning), use inplace_abn.ABN, which keeps two maps"
         )
+
+
+def _moments_of_all(z: Tensor, ops: Any, group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and count over the ranks of the group; an error on every rank if the count is too small."""
+    if z.numel():
+        mean, var, count = ops.moments(z)
+    else:
+        mean, var, count = *z.new_zeros(2, z.shape[1], dtype=torch.float64), 0
+    mean, var, total = ranks.merged_moments(mean, var, count, group)
+    # More than one here is more than one in all: only then is the total worth waiting for.
+    if count < 2 and total < 2:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got {int(total)} on all {ranks.size(group)} ranks together; "
+            "use a larger batch, or the layer in eval mode"
+        )
+    return mean, var, total
 
 
 @cache
@@ -355,6 +398,7 @@ def _check(
     running_var: Tensor | None,
     num_batches_tracked: Tensor | None,
     how: Settings,
+    alone: bool = True,
 ) -> None:
     """Raise before anything is written if the call cannot be right."""
     if x.layout != torch.strided or x.dtype not in DTYPES:
@@ -380,7 +424,7 @@ def _check(
         raise ValueError("running_mean and running_var belong together: give both or neither")
     if not how.training and running_mean is None:
         raise ValueError("training=False needs running_mean and running_var")
-    if how.training and x.numel() <= channels:
+    if how.training and alone and x.numel() <= channels:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}; "
             "use a larger batch, or the layer in eval mode"

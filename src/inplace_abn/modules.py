@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .activations import named, resolve, warn
 from .functions import VARIANTS, WEIGHT_FLOOR, batch_norm_act, check_options, inplace_abn, inplace_abn_sync
 
-__all__ = ["ABN", "InPlaceABN", "InPlaceABNSync", "set_active_group"]
+__all__ = ["ABN", "InPlaceABN", "InPlaceABNSync", "convert_sync", "set_active_group"]
 
 
 class ABN(nn.Module):
@@ -228,9 +228,10 @@ class InPlaceABN(ABN):
 
 
 class InPlaceABNSync(InPlaceABN):
-    """:class:`InPlaceABN` with statistics over all ranks of a process group.
+    """:class:`InPlaceABN` with statistics over all ranks of a process group: as one process with all samples.
 
-    So far it runs with one rank, like :class:`InPlaceABN`, and raises in training with more.
+    In training, every rank of the group must call the layer equally often, be it with an empty batch; evaluation needs no other
+    rank. Works on CPUs and GPUs, over gloo and nccl. :func:`convert_sync` makes these layers out of the others.
 
     Args:
         group: the process group; None for all ranks.
@@ -260,3 +261,33 @@ def set_active_group(module: nn.Module, group: Any) -> None:
     for layer in module.modules():
         if callable(set_group := getattr(layer, "set_group", None)):
             set_group(group)
+
+
+def convert_sync(model: nn.Module, group: Any = None, *, sync: bool = True) -> nn.Module:
+    """Turn every :class:`InPlaceABN` in the model into :class:`InPlaceABNSync` over the group, or back with ``sync=False``.
+
+    Parameters, buffers, hooks and settings stay the very same objects. Layers of a class derived from these are left alone. The
+    model is changed and returned; a model that is itself such a layer is returned anew.
+
+    Example:
+        >>> convert_sync(nn.Sequential(nn.Conv2d(3, 8, 3), InPlaceABN(8)))[1].group is None
+        True
+    """
+    made: dict[nn.Module, nn.Module] = {}
+
+    def converted(layer: nn.Module) -> nn.Module:
+        if type(layer) not in (InPlaceABN, InPlaceABNSync):
+            return layer
+        if layer not in made:
+            new = made[layer] = nn.Module.__new__(InPlaceABNSync if sync else InPlaceABN)
+            new.__dict__.update(layer.__dict__)
+            new.__dict__.pop("group", None)
+            if sync:
+                new.__dict__["group"] = group
+        return made[layer]
+
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None:
+                parent._modules[name] = converted(child)
+    return converted(model)

@@ -8,24 +8,28 @@ candidates of a shape take turns, each on a fresh copy of the same input, so tha
 
 GPU: one row per shape, direction and implementation, in microseconds of device time, the L2 cache flushed before each. The
 floor is the least traffic (2 passes forward, 3 backward) over the copy bandwidth measured in the same run; floor2 is that of two
-launches (3 and 5).
+launches (3 and 5); empty, for small maps, is a launch of our grid that does nothing. plot.py makes figure and tables of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from inplace_abn import InPlaceABN
+from inplace_abn import InPlaceABN, InPlaceABNSync
 from inplace_abn.activations import resolve
 from inplace_abn.functions import backend
 
@@ -66,6 +70,7 @@ def candidates(channels: int) -> dict[str, nn.Module]:
         "the same, checkpointed": Checkpointed(standard(channels)),
         "InPlaceABN I": InPlaceABN(channels, variant="I"),
         "InPlaceABN II": InPlaceABN(channels, variant="II"),
+        "InPlaceABNSync, one rank": InPlaceABNSync(channels),
     }
 
 
@@ -100,26 +105,42 @@ GPU_COLUMNS = [
     "torch",
     "triton",
 ]
-GPU_CASES = [
-    ((32, 256, 56, 56), "bfloat16"),
-    ((32, 256, 56, 56), "float32"),
-    ((64, 64, 112, 112), "bfloat16"),
-    ((16, 128, 336, 336), "bfloat16"),
-    ((12, 4096, 97, 97), "bfloat16"),
-    ((32, 2048, 7, 7), "bfloat16"),
+# Maps of segmentation networks, and those of ResNeXt-101 with 128 images: with 32, most fit into an L2 cache.
+GPU_SHAPES = [
+    (32, 256, 56, 56),
+    (64, 64, 112, 112),
+    (16, 128, 336, 336),
+    (12, 4096, 97, 97),
+    (32, 2048, 7, 7),
+    (128, 64, 112, 112),
+    (128, 256, 56, 56),
+    (128, 512, 28, 28),
+    (128, 1024, 14, 14),
+    (128, 2048, 7, 7),
 ]
+GPU_DTYPES = ("bfloat16", "float16", "float32")
+Case = tuple[tuple[int, ...], str, str]
+
+
+def gpu_cases() -> list[Case]:
+    return [(shape, dtype, layout) for shape in GPU_SHAPES for dtype in GPU_DTYPES for layout in LAYOUTS]
+
+
+def size_of(case: Case) -> int:
+    return torch.Size(case[0]).numel() * getattr(torch, case[1]).itemsize
 
 
 def device_times(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Microseconds of device time of each call, in turn, with a cold L2 cache."""
-    flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
+    other = torch.zeros(64 << 20, dtype=torch.int32, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 3):
         for name, call in calls.items():
-            flush.zero_()
+            # Read, not written: lines still to be written back would be the next call's burden.
+            other.max()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             # The host runs ahead while the device sleeps, so that launch gaps do not count.
-            torch.cuda._sleep(10_000_000)
+            torch.cuda._sleep(4_000_000)
             start.record()
             call()
             end.record()
@@ -129,27 +150,55 @@ def device_times(calls: dict[str, Callable[[], object]], rounds: int) -> dict[st
     return times
 
 
-def gpu_case(
-    shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format, rounds: int
-) -> dict[str, dict[str, list[float]]]:
-    x, dz = (torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=layout) for _ in range(2))
-    layers = {"eager": standard(shape[1]), "compile": torch.compile(standard(shape[1])), "ours": InPlaceABN(shape[1])}
-    forward: dict[str, Callable[[], object]] = {}
-    backward: dict[str, Callable[[], object]] = {}
-    for name, layer in layers.items():
+def gpu_calls(case: Case) -> dict[str, dict[str, Callable[[], object]]]:
+    """Forward and backward of every implementation. Ours are the verbs, on buffers of their own, as autograd would call them."""
+    shape, dtype, layout = case
+    x, dz = (
+        torch.randn(shape, device="cuda").to(getattr(torch, dtype)).contiguous(memory_format=LAYOUTS[layout])
+        for _ in range(2)
+    )
+    calls: dict[str, dict[str, Callable[[], object]]] = {"forward": {}, "backward": {}}
+    for name, layer in (("eager", standard(shape[1])), ("compile", torch.compile(standard(shape[1])))):
         layer.cuda()
         leaf = x.clone().requires_grad_()
-        z = layer(leaf * 1)
+        z = layer(leaf)
         inputs = [leaf, *layer.parameters()]
-        forward[name] = lambda layer=layer, leaf=leaf: layer(leaf)
-        backward[name] = lambda z=z, inputs=inputs: torch.autograd.grad(z, inputs, dz, retain_graph=True)
-    # In place on a buffer of its own, again and again; a layer called on a leaf would copy it first.
-    ours, buffer = layers["ours"], x.clone()
+        calls["forward"][name] = lambda layer=layer, leaf=leaf: layer(leaf)
+        calls["backward"][name] = lambda z=z, inputs=inputs: torch.autograd.grad(z, inputs, dz, retain_graph=True)
+    ours = InPlaceABN(shape[1]).cuda()
     phi, a = resolve(ours.activation, ours.activation_param)
     state = (ours.weight, ours.bias, ours.running_mean, ours.running_var, ours.num_batches_tracked)
-    verbs = backend(buffer)
-    forward["ours"] = lambda: verbs.normalize_batch_(buffer, *state, ours.momentum, ours.eps, ours.weight_floor, phi, a)
-    return {"forward": device_times(forward, rounds), "backward": device_times(backward, rounds)}
+    verbs = backend(x)
+    rest = (ours.momentum, ours.eps, ours.weight_floor, phi, a)
+    z, again = x.clone(), x.clone()
+    invstd = verbs.normalize_batch_(z, *state, *rest)
+    calls["forward"]["ours"] = lambda: verbs.normalize_batch_(again, *state, *rest)
+    calls["backward"]["ours"] = lambda: verbs.input_grad_batch(
+        dz, z, ours.weight, ours.bias, invstd, ours.weight_floor, phi, a, ours.variant
+    )
+    for call in calls["backward"].values():
+        call()
+    torch.cuda.synchronize()
+    return calls
+
+
+def empty_launches() -> dict[str, Callable[[], object]]:
+    """For the kernels last prepared: a launch of the same grid that does nothing."""
+    import triton
+
+    from inplace_abn import kernels
+
+    @triton.jit
+    def nothing(pointer):
+        pass
+
+    spare = torch.zeros(1, device="cuda")
+    named = {"forward_kernel": "forward", "backward_kernel": "backward"}
+    launches = {named[k.kernel.__name__]: k for k in kernels._LAUNCHES.values() if k is not None}
+    return {
+        direction: lambda launch=launch: nothing[(launch.grid,)](spare, num_warps=kernels.WARPS)
+        for direction, launch in launches.items()
+    }
 
 
 def microseconds_per_byte() -> float:
@@ -159,12 +208,30 @@ def microseconds_per_byte() -> float:
     return copying / (2 * source.nbytes)
 
 
-def gpu(rounds: int, out: Path) -> Path:
+def compile_ahead(processes: int) -> None:
+    """Fill the compilers' caches on disk by several processes at once; the largest maps are left to the run itself."""
+    shares = [
+        subprocess.Popen([sys.executable, __file__, "--device", "cuda", "--share", f"{i}/{processes}"])
+        for i in range(processes)
+    ]
+    for share in shares:
+        share.wait()
+
+
+def gpu(rounds: int, out: Path, share: str | None) -> Path | None:
     import triton
+
+    from inplace_abn import kernels
 
     torch._dynamo.config.cache_size_limit = 256
     # The compiled backward is called again and again on one graph.
     torch._functorch.config.donated_buffer = False
+    if share is not None:
+        i, n = map(int, share.split("/"))
+        for case in [case for case in gpu_cases() if size_of(case) < 1 << 29][i::n]:
+            gpu_calls(case)
+        return None
+    compile_ahead(max(1, (os.cpu_count() or 2) // 2))
     per_byte = microseconds_per_byte()
     card = torch.cuda.get_device_name().replace("NVIDIA ", "").replace(" ", "-")
     version = torch.__version__.split("+")[0]
@@ -172,23 +239,25 @@ def gpu(rounds: int, out: Path) -> Path:
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(GPU_COLUMNS)
-        for shape, kind in GPU_CASES:
-            for name, layout in LAYOUTS.items():
-                dtype = getattr(torch, kind)
-                one_pass = per_byte * dtype.itemsize * torch.Size(shape).numel()
-                for direction, times in gpu_case(shape, dtype, layout, rounds).items():
-                    passes = {"floor": 2, "floor2": 3} if direction == "forward" else {"floor": 3, "floor2": 5}
-                    figures = {impl: [one_pass * n] * 3 for impl, n in passes.items()}
-                    for impl, us in times.items():
-                        deciles = statistics.quantiles(us, n=10)
-                        figures[impl] = [statistics.median(us), deciles[0], deciles[-1]]
-                    for impl, values in figures.items():
-                        where = ["x".join(map(str, shape)), kind, name, direction, impl]
-                        rows.writerow(
-                            [*where, *(f"{v:.1f}" for v in values), card, torch.__version__, triton.__version__]
-                        )
-                    print(shape, kind, name, direction, {impl: round(v[0]) for impl, v in figures.items()}, flush=True)
-                torch.cuda.empty_cache()
+        for case in gpu_cases():
+            kernels._LAUNCHES.clear()
+            calls = gpu_calls(case)
+            if size_of(case) <= 12 << 20:
+                for direction, call in empty_launches().items():
+                    calls[direction]["empty"] = call
+            for direction, by_name in calls.items():
+                passes = {"floor": 2, "floor2": 3} if direction == "forward" else {"floor": 3, "floor2": 5}
+                figures = {impl: [per_byte * size_of(case) * n] * 3 for impl, n in passes.items()}
+                for impl, us in device_times(by_name, rounds).items():
+                    deciles = statistics.quantiles(us, n=10)
+                    figures[impl] = [statistics.median(us), deciles[0], deciles[-1]]
+                for impl, values in figures.items():
+                    where = ["x".join(map(str, case[0])), *case[1:], direction, impl]
+                    rows.writerow([*where, *(f"{v:.1f}" for v in values), card, torch.__version__, triton.__version__])
+                print(*case, direction, {impl: round(v[0]) for impl, v in figures.items()}, flush=True)
+            del calls
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
     return path
 
 
@@ -198,12 +267,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--share", help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     given.out.mkdir(parents=True, exist_ok=True)
     if given.device == "cuda":
-        print(gpu(given.rounds, given.out))
+        if (path := gpu(given.rounds, given.out, given.share)) is not None:
+            print(path)
         return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     path = given.out / f"layer-cpu-torch{torch.__version__.split('+')[0]}.csv"
     with path.open("w", newline="") as file:
         rows = csv.writer(file)

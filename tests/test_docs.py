@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import re
 from pathlib import Path
 
@@ -51,18 +52,20 @@ def test_the_notes_table_is_the_committed_measurement():
         assert f"| {r['candidate']} | {r['dtype']} | {r['layout']} | {spread} | {r['ratio_of_medians']} |" in text
 
 
-def test_the_gpu_figures_are_the_committed_measurement():
+def test_the_gpu_figures_are_the_committed_measurement(tmp_path):
     notes, readme = (ROOT / "benchmarks" / "NOTES.md").read_text(), (ROOT / "README.md").read_text()
     for r in read("demo-h200-torch2.11.0.csv"):
         assert f"{int(r['peak_bytes']) / 2**20:.1f} MiB | {r['median_ms']} ms |" in notes
-    rows: dict[tuple[str, ...], dict[str, str]] = {}
-    for r in read("layer-H200-torch2.11.0-triton3.6.0.csv"):
-        rows.setdefault((r["shape"], r["dtype"], r["layout"], r["direction"]), {})[r["impl"]] = r["median_us"]
-    for case, by in rows.items():
-        cells = [*case, *(by[impl] for impl in ("floor", "floor2", "eager", "compile", "ours"))]
-        assert f"| {' | '.join(cells)} |" in notes
+    spec = importlib.util.spec_from_file_location("plot", ROOT / "benchmarks" / "plot.py")
+    plot = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plot)
+    rows = plot.read(ROOT / "benchmarks" / "results" / "layer-H200-torch2.11.0-triton3.6.0.csv")
+    assert plot.table(rows) in notes and plot.over(rows, "ours", "bfloat16") == 1
+    assert "floor / ours" in plot.summary(rows)
     by = rows["16x128x336x336", "bfloat16", "NCHW", "forward"]
-    assert all(by[impl] in readme for impl in ("eager", "compile"))
+    assert all(str(by[impl]) in readme for impl in ("eager", "compile"))
+    plot.draw(rows, tmp_path / "layer.svg")
+    assert "channels_last" in (tmp_path / "layer.svg").read_text()
 
 
 def test_the_variants_are_the_committed_measurement():

@@ -21,7 +21,18 @@ ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src"
 
 # Each room may import from those above it.
-ROOMS = ["activations", "context", "ranks", "reference", "kernels", "functions", "modules", "memory", "recipes"]
+ROOMS = [
+    "activations",
+    "context",
+    "ranks",
+    "reference",
+    "kernels",
+    "library",
+    "functions",
+    "modules",
+    "memory",
+    "recipes",
+]
 
 
 def python(code: str, *flags: str, **environment: str) -> str:

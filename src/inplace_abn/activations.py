@@ -337,7 +337,7 @@ def resolve(name: str | None, parameter: float) -> tuple[Activation, float]:
     a = float(parameter)
     if phi.parameter is None:
         return phi, a
-    if not math.isfinite(a):
+    if not -math.inf < a < math.inf:
         raise ValueError(f"{phi.name}: {phi.parameter} is {a}; give a finite number")
     if phi.parameter == "slope" and a < 0:
         raise ValueError(

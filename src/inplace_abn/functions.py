@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +16,7 @@ from torch._compile import _disable_dynamo
 from . import ranks, reference
 from .activations import Activation, resolve, warn_of_slope, warn_once
 from .context import is_traced, is_transformed, is_wrapped, may_overwrite, recomputing
+from .library import Compiled, backend
 from .ranks import active_group
 
 __all__ = ["active_group", "batch_norm_act", "inplace_abn", "inplace_abn_sync"]
@@ -71,8 +70,9 @@ def inplace_abn(
     another layer of this kind), where it is one of several views (``chunk``) or overlaps itself (``expand``), under module hooks
     that hand out views, under saved-tensor hooks (checkpointing, offloading), and wherever nothing is to be differentiated.
 
-    Activations without an inverse run ``batch_norm`` and φ as separate steps, which keep two maps. So does everything that
-    is traced: ``torch.compile``, ``torch.export``, ``torch.jit.trace``, ``torch.func``.
+    Activations without an inverse run ``batch_norm`` and φ as separate steps, which keep two maps. So does what is exported,
+    traced by ``torch.jit.trace``, or transformed by ``torch.func``. Under ``torch.compile`` the layer is a pair of operators on
+    a copy of x, which the compiler leaves out where x is not needed.
 
     Args:
         x: a floating-point tensor of shape (N, C, …).
@@ -107,8 +107,13 @@ def inplace_abn(
     else:
         warn_of_slope(phi, a, x.dtype)
     vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
-    if phi.inverse is None or is_traced() or not _needs_graph(x, weight, bias):
+    if phi.inverse is None or not _needs_graph(x, weight, bias):
         return _composite(x, *vectors, how)
+    if is_traced():
+        if not training or not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+            return _composite(x, *vectors, how)
+        traced: Tensor = Compiled.apply(x, *vectors, momentum, eps, weight_floor, phi.name, a, variant)  # type: ignore[no-untyped-call]
+        return traced
     z: Tensor = InPlaceABN.apply(x, *vectors, how)  # type: ignore[no-untyped-call]
     return z
 
@@ -324,23 +329,6 @@ def _moments_of_all(z: Tensor, ops: Any, group: Any) -> tuple[Tensor, Tensor, Te
             "use a larger batch, or the layer in eval mode"
         )
     return mean, var, total
-
-
-@cache
-def _kernels() -> Any:
-    """The Triton kernels, imported when a GPU first needs them; None, and a word about it, where they cannot be."""
-    try:
-        return importlib.import_module(f"{__package__}.kernels")
-    except ImportError as error:
-        warn_once(f"no Triton kernels ({error}): GPU tensors take plain torch, which is right but slow; install triton")
-        return None
-
-
-def backend(x: Tensor) -> Any:
-    """The module whose verbs run on x: the kernels where they take it, else the reference."""
-    if x.is_cuda and (kernels := _kernels()) is not None and kernels.supports(x):
-        return kernels
-    return reference
 
 
 def _composite(

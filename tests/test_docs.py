@@ -82,6 +82,14 @@ def test_the_variants_are_the_committed_measurement():
     assert compared["16x128x336x336", "bfloat16", "NCHW", "forward"]["one launch"]["median_us"] in readme
 
 
+def test_the_compatibility_table_names_tests_that_exist():
+    tests = {
+        name for path in (ROOT / "tests").glob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "compatibility.md").read_text()))
+    assert named and named <= tests
+
+
 def test_every_activation_is_described():
     text = (ROOT / "docs" / "which-layer.md").read_text()
     assert all(f"`{activation}`" in text for activation in ACTIVATIONS)

@@ -30,6 +30,7 @@ ROOMS = [
     "library",
     "functions",
     "modules",
+    "training",
     "memory",
     "recipes",
 ]

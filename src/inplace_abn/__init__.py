@@ -4,6 +4,7 @@ from .activations import ACTIVATIONS
 from .functions import active_group, inplace_abn, inplace_abn_sync
 from .memory import SavedBytes, saved_bytes
 from .modules import ABN, InPlaceABN, InPlaceABNSync, convert_sync, set_active_group
+from .training import param_groups, update_bn
 
 __version__ = "2.0.0.dev0"
 
@@ -17,6 +18,8 @@ __all__ = [
     "convert_sync",
     "inplace_abn",
     "inplace_abn_sync",
+    "param_groups",
     "saved_bytes",
     "set_active_group",
+    "update_bn",
 ]

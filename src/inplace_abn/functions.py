@@ -342,9 +342,13 @@ def _composite(
 ) -> Tensor:
     """The same function out of torch's own differentiable steps, which keep x and z."""
     if weight is not None and how.floor > 0:
-        # Straight through, as in the verbs: the guard moves the value and not the gradient.
-        guarded = torch.copysign(weight.abs().clamp_min(how.floor), weight)
-        weight = weight + (guarded - weight).detach()
+        if torch.compiler.is_exporting():
+            # ONNX knows no sign bit; −0 counts as 0 there.
+            weight = torch.where(weight.abs() < how.floor, torch.where(weight < 0, -how.floor, how.floor), weight)
+        else:
+            # Straight through, as in the verbs: the guard moves the value and not the gradient.
+            guarded = torch.copysign(weight.abs().clamp_min(how.floor), weight)
+            weight = weight + (guarded - weight).detach()
     given = [v for v in (weight, bias, running_mean, running_var) if v is not None]
     # Torch takes vectors in x's dtype, or float32 ones beside 16-bit x.
     dtype = x.dtype

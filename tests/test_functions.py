@@ -604,6 +604,13 @@ def test_a_layer_built_in_inference_mode_is_named_before_anything_is_written():
     assert h._version == version
 
 
+def test_a_counter_elsewhere_or_of_another_kind_is_named():
+    x, stats = torch.randn(2, C, 3, 3), (torch.zeros(C), torch.ones(C))
+    for counter in (torch.tensor(0, dtype=torch.int32), torch.tensor(0, device="meta")):
+        with pytest.raises(ValueError, match=r"num_batches_tracked is .* must be torch.int64 on cpu"):
+            inplace_abn(x, None, None, *stats, num_batches_tracked=counter)
+
+
 def test_functional_checks():
     x = torch.randn(2, C, 5, 5)
     with pytest.raises(ValueError, match="both or neither"):

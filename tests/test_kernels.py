@@ -124,6 +124,44 @@ def test_a_large_mean_costs_no_variance(kernels, layout):
 
 
 @runs_here
+def test_outliers_at_the_corners_cost_no_variance(kernels, monkeypatch):
+    """Moments are taken about elements; corners, where padding shows, are not among them."""
+    monkeypatch.setattr(kernels, "TILE", 4096)
+    x = torch.randn(1, 1, 512, 512)
+    x[..., 0, 0] = x[..., -1, -1] = x[..., 0, -1] = 700.0
+    for layout in (torch.contiguous_format, torch.channels_last):
+        _, var, _ = kernels.moments(x.to(DEVICE).contiguous(memory_format=layout))
+        assert abs(float(var) / float(x.double().var(correction=0)) - 1) <= 1e-5
+
+
+@runs_here
+def test_launches_are_told_apart_by_all_that_is_compiled_in(kernels):
+    """An integer momentum, and statistics and counters of other dtypes, after calls of the ordinary kind."""
+    phi, a = resolve("leaky_relu", 0.01)
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 3, 4, 4, generator=g).to(DEVICE)
+    mean, unbiased = x.mean((0, 2, 3)), x.var((0, 2, 3))
+    for momentum, kind in ((1, torch.float32), (0.1, torch.float32), (0.1, torch.float16), (1, torch.float16)):
+        running = torch.zeros(3, device=DEVICE), torch.ones(3, dtype=kind, device=DEVICE)
+        counter = torch.tensor(0, device=DEVICE)
+        kernels.normalize_batch_(x.clone(), None, None, *running, counter, momentum, 1e-5, 1e-5, phi, a)
+        assert torch.allclose(running[0], momentum * mean, atol=1e-6) and counter == 1
+        assert torch.allclose(running[1].float(), 1 - momentum + momentum * unbiased, rtol=2e-3)
+
+
+@runs_here
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_sums_in_float64_as_ranks_exchange_them(kernels, dtype):
+    phi, a = resolve("leaky_relu", 0.01)
+    g = torch.Generator().manual_seed(0)
+    dz, z = (torch.randn(4, 3, 5, 5, generator=g).to(DEVICE, dtype) for _ in range(2))
+    vectors = [torch.rand(3, generator=g, dtype=torch.float64).to(DEVICE) for _ in range(3)]
+    got = kernels.input_grad(dz, z, None, None, *vectors, 1, 1e-5, phi, a, "II")
+    want = reference.input_grad(dz.double(), z.double(), None, None, *vectors, 1, 1e-5, phi, a, "II")
+    assert near(got, want, 1, dtype)
+
+
+@runs_here
 def test_the_guard_keeps_signs_and_hides_no_nan(kernels):
     """As the reference does: −0 is negative, and a NaN weight is seen."""
     weight = torch.tensor([0.0, -0.0, -1e-9, float("nan"), 0.5], device=DEVICE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import signal
 import tempfile
@@ -274,7 +275,7 @@ def in_groups(rank, world):
             means[str(members)] = mean_in(group)
     for busy in ((1, 3), (0, 1, 2, 3), (), (1, 3)):
         group = active_group(rank in busy)
-        assert (group is None) == (rank not in busy)
+        assert (group is dist.GroupMember.NON_GROUP_MEMBER) == (rank not in busy)
         if rank in busy:
             means[str(busy)] = mean_in(group)
     try:
@@ -390,17 +391,61 @@ def test_layers_are_converted_and_back():
     twin = copy.deepcopy(net)
     group = object()
     assert convert_sync(net, group) is net
-    assert [type(m).__name__ for m in net.modules()].count("InPlaceABNSync") == 2 and net[1][0] is net[2]
-    assert net[2].weight is shared.weight and net[2].running_mean is shared.running_mean and net[2].group is group
-    assert net.state_dict().keys() == twin.state_dict().keys() and net[2].variant == "I"
+    # The same object: whoever holds it, holds a converted one.
+    assert net[2] is shared and net[1][0] is shared and type(shared) is InPlaceABNSync and shared.group is group
+    assert net.state_dict().keys() == twin.state_dict().keys() and shared.variant == "I"
     net.eval(), twin.eval()
     x = torch.randn(2, 3, 4, 4)
     assert torch.equal(net[0](x), twin[0](x))
     convert_sync(net, sync=False)
-    assert repr(net) == repr(twin) and not hasattr(net[2], "group")
+    assert repr(net) == repr(twin) and not hasattr(shared, "group")
     assert type(convert_sync(InPlaceABN(2))) is InPlaceABNSync
 
     class Own(InPlaceABN):
         pass
 
-    assert type(convert_sync(nn.Sequential(Own(2)))[0]) is Own
+    with pytest.warns(UserWarning, match="leaves a Own as it is"):
+        assert type(convert_sync(nn.Sequential(Own(2)))[0]) is Own
+
+
+def copied(rank, world):
+    """A layer with a group can be copied, and saved without it."""
+    layer = InPlaceABNSync(3, group=dist.group.WORLD)
+    assert copy.deepcopy(layer).group is layer.group and copy.deepcopy(layer).weight is not layer.weight
+    return pickle.loads(pickle.dumps(layer)).group is None
+
+
+def test_copies_of_a_layer_with_a_group():
+    assert all(worlds.run(2, copied))
+
+
+def by_itself(rank, world):
+    """What one rank may do without the others."""
+    if rank == 0:
+        # Evaluation without running statistics.
+        InPlaceABNSync(3, track_running_stats=False).eval()(draw(0, (2, 3, 4, 4), torch.float32))
+        try:
+            # Neither in nor out of it: the rank is told.
+            layer = InPlaceABNSync(3, group=dist.GroupMember.NON_GROUP_MEMBER)
+            layer(draw(0, (2, 3, 4, 4), torch.float32))
+        except ValueError as error:
+            assert "not in the layer's process group" in str(error)
+            return True
+    return rank == 1
+
+
+def test_one_rank_by_itself():
+    assert all(worlds.run(2, by_itself, seconds=30))
+
+
+def without_gradients(rank, world):
+    weight = torch.randn(3, 3, 1, 1, requires_grad=True)
+    h = torch.nn.functional.conv2d(draw(rank, (2, 3, 4, 4), torch.float32), weight)
+    before = h.detach().clone()
+    with torch.no_grad():
+        InPlaceABNSync(3)(h)
+    return torch.equal(h, before)
+
+
+def test_without_gradients_the_input_is_not_overwritten():
+    assert all(worlds.run(2, without_gradients))

@@ -166,7 +166,8 @@ def inplace_abn_sync(
     how = Settings(training, momentum, eps, phi, a, weight_floor, variant)
     _check(x, weight, bias, running_mean, running_var, num_batches_tracked, how, alone=False)
     vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
-    return _synchronised(x, vectors, how, group)
+    # Without gradients nobody expects x to change; a tensor without history is not overwritten.
+    return _synchronised(x if torch.is_grad_enabled() else x.detach(), vectors, how, group)
 
 
 # Not torch.compiler.disable, which imports the whole compiler at once.
@@ -412,6 +413,14 @@ def _check(
             raise ValueError(f"{name} is on {v.device} and x on {x.device}; move both to one device")
         if v.dtype not in (x.dtype, torch.float32):
             raise TypeError(f"{name} is {v.dtype} and x {x.dtype}; keep {name} in float32 or in x's dtype")
+    if num_batches_tracked is not None and (num_batches_tracked.device, num_batches_tracked.dtype) != (
+        x.device,
+        torch.int64,
+    ):
+        raise ValueError(
+            f"num_batches_tracked is {num_batches_tracked.dtype} on {num_batches_tracked.device}; it must be torch.int64 on "
+            f"{x.device}, where x is: move the whole layer there"
+        )
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean and running_var belong together: give both or neither")
     if not how.training and running_mean is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Literal
 
 import torch
@@ -149,7 +150,9 @@ class ABN(nn.Module):
         key = prefix + "num_batches_tracked"
         if self.num_batches_tracked is not None and key not in state_dict:
             counter = self.num_batches_tracked
-            state_dict[key] = torch.zeros((), dtype=torch.long) if counter.is_meta else counter
+            beside = state_dict.get(prefix + "running_mean", counter)
+            fresh = torch.zeros((), dtype=torch.long, device="cpu" if beside.is_meta else beside.device)
+            state_dict[key] = fresh if counter.is_meta else counter
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -233,6 +236,8 @@ class InPlaceABNSync(InPlaceABN):
     In training, every rank of the group must call the layer equally often, be it with an empty batch; evaluation needs no other
     rank. Works on CPUs and GPUs, over gloo and nccl. :func:`convert_sync` makes these layers out of the others.
 
+    Copies share the group; a pickle or saved module forgets it, and is over all ranks.
+
     Args:
         group: the process group; None for all ranks.
 
@@ -253,7 +258,21 @@ class InPlaceABNSync(InPlaceABN):
 
     def forward(self, x: Tensor) -> Tensor:
         """Z = φ(BN(x)), normalised by the statistics of the whole group."""
+        if not self.training:
+            # Without running statistics these are the batch's own, and still nobody else's business.
+            return super().forward(x)
         return inplace_abn_sync(x, **self._arguments(), group=self.group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group cannot be stored.
+        return {**self.__dict__, "group": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InPlaceABNSync:
+        new = memo[id(self)] = type(self).__new__(type(self))
+        new.__dict__.update(
+            copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "group"}, memo), group=self.group
+        )
+        return new
 
 
 def set_active_group(module: nn.Module, group: Any) -> None:
@@ -266,28 +285,23 @@ def set_active_group(module: nn.Module, group: Any) -> None:
 def convert_sync(model: nn.Module, group: Any = None, *, sync: bool = True) -> nn.Module:
     """Turn every :class:`InPlaceABN` in the model into :class:`InPlaceABNSync` over the group, or back with ``sync=False``.
 
-    Parameters, buffers, hooks and settings stay the very same objects. Layers of a class derived from these are left alone. The
-    model is changed and returned; a model that is itself such a layer is returned anew.
+    The layers stay the very same objects and change their class, so whoever holds one holds a converted one. Layers of a class
+    derived from these, parametrized ones included, are left alone, with a warning. The model is returned.
 
     Example:
         >>> convert_sync(nn.Sequential(nn.Conv2d(3, 8, 3), InPlaceABN(8)))[1].group is None
         True
     """
-    made: dict[nn.Module, nn.Module] = {}
-
-    def converted(layer: nn.Module) -> nn.Module:
-        if type(layer) not in (InPlaceABN, InPlaceABNSync):
-            return layer
-        if layer not in made:
-            new = made[layer] = nn.Module.__new__(InPlaceABNSync if sync else InPlaceABN)
-            new.__dict__.update(layer.__dict__)
-            new.__dict__.pop("group", None)
+    for layer in model.modules():
+        if type(layer) in (InPlaceABN, InPlaceABNSync):
+            layer.__class__ = InPlaceABNSync if sync else InPlaceABN
+            layer.__dict__.pop("group", None)
             if sync:
-                new.__dict__["group"] = group
-        return made[layer]
-
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child is not None:
-                parent._modules[name] = converted(child)
-    return converted(model)
+                layer.__dict__["group"] = group
+        elif isinstance(layer, InPlaceABN):
+            warn(
+                f"convert_sync leaves a {type(layer).__name__} as it is, being of a class of its own; derive it from "
+                "InPlaceABNSync, or convert before parametrizing",
+                UserWarning,
+            )
+    return model

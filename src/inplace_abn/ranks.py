@@ -66,7 +66,9 @@ _GROUPS: dict[tuple[Any, frozenset[int]], Any] = {}
 
 
 def active_group(active: bool) -> Any:
-    """The group of the ranks that call this with True; None for the others. Every rank must call it, equally often.
+    """The group of the ranks that call this with True. Every rank must call it, equally often.
+
+    The others get torch's ``GroupMember.NON_GROUP_MEMBER``, with which the layer raises in training. None without ranks.
 
     It serves networks in which only some ranks have work for a part (a detection head without proposals): hand the result to
     :func:`inplace_abn.set_active_group`.
@@ -79,9 +81,7 @@ def active_group(active: bool) -> Any:
     ranks = frozenset(flags.nonzero().flatten().tolist())
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
-    if not ranks:
-        return None
     key = dist.group.WORLD, ranks
-    if key not in _GROUPS:
+    if ranks and key not in _GROUPS:
         _GROUPS[key] = dist.new_group(sorted(ranks))
-    return _GROUPS[key] if active else None
+    return _GROUPS[key] if active else dist.GroupMember.NON_GROUP_MEMBER

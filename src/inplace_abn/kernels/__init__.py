@@ -333,6 +333,8 @@ def _fused(
     The first ``maps`` of the tensors are full-sized, and those but the last are read.
     """
     x = tensors[0]
+    # An integer would be compiled into the kernel, and stay there.
+    floats = tuple(map(float, floats))
     if key not in _LAUNCHES:
         _LAUNCHES[key] = _prepare(kernel, maps, tensors, floats, flags)
     launch = _LAUNCHES[key]
@@ -369,13 +371,15 @@ def _prepare(
     options = {"num_warps": WARPS, "maxnreg": registers(c.constants["INNER"]), "launch_cooperative_grid": shared}
     words = 8 * w * t.S * t.G if shared else 1
     run = None
-    if x.is_cuda and key[-1]:
-        # Neither the vectors at hand nor the words need be aligned or there yet.
-        alike = [v if v.data_ptr() % 16 == 0 else v.clone() for v in (*tensors, *_fresh_words(x, 1))]
-        built = kernel.warmup(*alike, *numbers, *floats, **constants, **options, grid=(1,))
+    if x.is_cuda:
+        # Vectors that happen to be unaligned get copies for this; maps that are have their own cut, and no short way.
+        alike = [*tensors[:maps], *(v if v.data_ptr() % 16 == 0 else v.clone() for v in tensors[maps:])]
+        built = kernel.warmup(*alike, *_fresh_words(x, 1), *numbers, *floats, **constants, **options, grid=(1,))
         run = built[(t.S * t.G, 1, 1)]
         if shared and resident(built.n_regs, built.metadata.shared, where) * where.processors < t.S * t.G:
             return None
+        if not key[-1]:
+            run = None
     trailing = tuple(constants[name] for name in kernel.arg_names if name in constants)
     return Launch(kernel, t.S * t.G, words, numbers, constants, options, run, trailing)
 
@@ -478,7 +482,7 @@ def normalize_batch_(
         tensors = [x, _vector(weight, invstd), _vector(bias, invstd), invstd, means, variances]
         key = (
             "forward", x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, phi.name,
-            _kind(weight), _kind(bias), _kind(running_mean), tracked is None, momentum is None,
+            _kind(weight), _kind(bias), _kind(running_mean), _kind(running_var), _kind(tracked), momentum is None,
         )  # fmt: skip
         if not _fused(
             device.forward_kernel, key, 1, [*tensors, invstd if tracked is None else tracked],

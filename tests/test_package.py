@@ -31,6 +31,7 @@ ROOMS = [
     "functions",
     "modules",
     "training",
+    "checkpoints",
     "memory",
     "recipes",
 ]
@@ -61,14 +62,15 @@ def test_imports_point_one_way():
 
 
 def test_the_core_imports_torch_alone():
-    """Outside the recipes, only torch and the standard library."""
+    """Outside the recipes, only torch and the standard library; a reader of files asks for its package when it meets one."""
     for path in (SRC / "inplace_abn").glob("*.py"):
+        when_needed = {"checkpoints.py": {"safetensors"}}.get(path.name, set())
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level and node.module else []
             for name in names:
                 top = name.split(".")[0]
-                assert top == "torch" or top in sys.stdlib_module_names, f"{path} imports {name}"
+                assert top in {"torch", *when_needed, *sys.stdlib_module_names}, f"{path} imports {name}"
 
 
 def test_every_public_name_is_documented():

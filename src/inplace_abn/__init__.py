@@ -1,5 +1,6 @@
 """In-place activated batch normalisation: half the activation memory of training convolutional networks."""
 
+from . import checkpoints
 from .activations import ACTIVATIONS
 from .functions import active_group, inplace_abn, inplace_abn_sync
 from .memory import SavedBytes, saved_bytes
@@ -15,6 +16,7 @@ __all__ = [
     "InPlaceABNSync",
     "SavedBytes",
     "active_group",
+    "checkpoints",
     "convert_sync",
     "inplace_abn",
     "inplace_abn_sync",

@@ -353,11 +353,10 @@ def resolve(name: str | None, parameter: float) -> tuple[Activation, float]:
 
 def warn_of_slope(phi: Activation, a: float, dtype: torch.dtype) -> None:
     """Warn, once, of a slope whose reciprocal does not fit the dtype that z is stored in."""
-    if (
-        torch.compiler.is_compiling()
-        or phi.parameter != "slope"
-        or torch.finfo(dtype).tiny <= 1.0 / a <= torch.finfo(dtype).max
-    ):
+    # Within these limits any dtype will do.
+    if phi.parameter != "slope" or 1e-4 <= a <= 1e4 or torch.compiler.is_compiling():
+        return
+    if torch.finfo(dtype).tiny <= 1.0 / a <= torch.finfo(dtype).max:
         return
     warn_once(
         f"{phi.name}: slope {a} inverts to {1.0 / a:g}, outside {dtype}'s range: values near zero flush to 0 and lose "

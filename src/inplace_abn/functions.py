@@ -114,7 +114,7 @@ def inplace_abn(
             return _composite(x, *vectors, how)
         traced: Tensor = Compiled.apply(x, *vectors, momentum, eps, weight_floor, phi.name, a, variant)  # type: ignore[no-untyped-call]
         return traced
-    z: Tensor = InPlaceABN.apply(x, *vectors, how)  # type: ignore[no-untyped-call]
+    z: Tensor = InPlaceABN.apply(x, weight, bias, vectors[2:], how)  # type: ignore[no-untyped-call]
     return z
 
 
@@ -178,11 +178,11 @@ def _synchronised(x: Tensor, vectors: tuple[Tensor | None, ...], how: Settings, 
     anchor = x.new_zeros(0, requires_grad=True)
     if how.phi.inverse is not None:
         warn_of_slope(how.phi, how.a, x.dtype)
-        z: Tensor = InPlaceABN.apply(x, *vectors, how, group, anchor)  # type: ignore[no-untyped-call]
+        z: Tensor = InPlaceABN.apply(x, *vectors[:2], vectors[2:], how, group, anchor)  # type: ignore[no-untyped-call]
         return z
     warn_once(f"{how.phi.name} has no inverse: inplace_abn_sync normalises in place and keeps two maps")
     plain = how._replace(phi=resolve("identity", 0.0)[0])
-    y: Tensor = InPlaceABN.apply(x, *vectors, plain, group, anchor)  # type: ignore[no-untyped-call]
+    y: Tensor = InPlaceABN.apply(x, *vectors[:2], vectors[2:], plain, group, anchor)  # type: ignore[no-untyped-call]
     # The plain φ may work in place, and y is needed.
     return how.phi.plain(y.clone(), how.a)
 
@@ -216,9 +216,7 @@ class InPlaceABN(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        num_batches_tracked: Tensor | None,
+        buffers: tuple[Tensor | None, ...],
         how: Settings,
         group: Any = None,
         anchor: Tensor | None = None,
@@ -232,8 +230,9 @@ class InPlaceABN(torch.autograd.Function):
         ops = backend(z)
         ctx.group, ctx.count = group, None
         # Statistics move once.
-        if recomputing():
-            running_mean = running_var = num_batches_tracked = None
+        running_mean, running_var, num_batches_tracked = (
+            (None, None, None) if recomputing() and how.training else buffers
+        )
         if anchor is not None:
             mean, var, ctx.count = _moments_of_all(z, ops, group)
             invstd = (var + how.eps).rsqrt_()
@@ -399,7 +398,7 @@ def _check(
         raise TypeError(f"x is {x.layout} {x.dtype}; it must be a dense tensor of {names}: convert it, as by x.float()")
     if x.dim() < 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; it needs at least two dimensions, (N, C) or (N, C, …)")
-    channels = x.shape[1]
+    channels, device, dtype = x.shape[1], x.device, x.dtype
     named = (("weight", weight), ("bias", bias), ("running_mean", running_mean), ("running_var", running_var))
     for name, v in named:
         if v is None:
@@ -409,17 +408,15 @@ def _check(
                 f"{name} has shape {tuple(v.shape)}, but x of shape {tuple(x.shape)} has {channels} channels "
                 "(dimension 1); build the layer with that num_features"
             )
-        if v.device != x.device:
-            raise ValueError(f"{name} is on {v.device} and x on {x.device}; move both to one device")
-        if v.dtype not in (x.dtype, torch.float32):
-            raise TypeError(f"{name} is {v.dtype} and x {x.dtype}; keep {name} in float32 or in x's dtype")
-    if num_batches_tracked is not None and (num_batches_tracked.device, num_batches_tracked.dtype) != (
-        x.device,
-        torch.int64,
-    ):
+        if v.device != device:
+            raise ValueError(f"{name} is on {v.device} and x on {device}; move both to one device")
+        if v.dtype != dtype and v.dtype != torch.float32:
+            raise TypeError(f"{name} is {v.dtype} and x {dtype}; keep {name} in float32 or in x's dtype")
+    counter = num_batches_tracked
+    if counter is not None and (counter.device != device or counter.dtype != torch.int64):
         raise ValueError(
-            f"num_batches_tracked is {num_batches_tracked.dtype} on {num_batches_tracked.device}; it must be torch.int64 on "
-            f"{x.device}, where x is: move the whole layer there"
+            f"num_batches_tracked is {counter.dtype} on {counter.device}; it must be torch.int64 on {device}, where x is: "
+            "move the whole layer there"
         )
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean and running_var belong together: give both or neither")

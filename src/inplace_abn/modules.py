@@ -117,13 +117,15 @@ class ABN(nn.Module):
 
     def _arguments(self) -> dict[str, Any]:
         """What the functions take beside x; batch statistics serve where there are no running ones."""
-        tracked = not self.training or self.track_running_stats
+        # Looked up once: a module's parameters and buffers are slow to find.
+        training, mean = self.training, self.running_mean
+        tracked = not training or self.track_running_stats
         return {
             "weight": self.weight,
             "bias": self.bias,
-            "running_mean": self.running_mean if tracked else None,
+            "running_mean": mean if tracked else None,
             "running_var": self.running_var if tracked else None,
-            "training": self.training or self.running_mean is None,
+            "training": training or mean is None,
             "momentum": self.momentum,
             "eps": self.eps,
             "activation": self.activation,
@@ -218,7 +220,10 @@ class InPlaceABN(ABN):
         self.weight_floor = weight_floor
 
     def _arguments(self) -> dict[str, Any]:
-        return {**super()._arguments(), "variant": self.variant, "weight_floor": self.weight_floor}
+        arguments = super()._arguments()
+        arguments["variant"] = self.variant
+        arguments["weight_floor"] = self.weight_floor
+        return arguments
 
     def forward(self, x: Tensor) -> Tensor:
         """Z = φ(BN(x)), in x's own memory where autograd allows it."""

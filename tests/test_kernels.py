@@ -230,6 +230,46 @@ def test_without_a_team_each_verb_has_its_launch(kernels, monkeypatch, layout):
     assert set(kernels._LAUNCHES.values()) == {None}
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU teams run as they are")
+@pytest.mark.parametrize(
+    "shape, layout",
+    [
+        ((6, 2, 33, 32), "contiguous"),
+        ((5, 3, 19, 13), "contiguous"),
+        ((40, 40), "contiguous"),
+        ((9, 3, 5, 5), "channels_last"),
+    ],
+    ids=str,
+)
+def test_members_find_each_others_sums(kernels, monkeypatch, shape, layout):
+    """What a team exchanges, without a team: the interpreter runs programs one after another, so nobody can be waited for.
+
+    Words that bear the right stamp from the start make nobody wait. In the first launch members publish their sums, in the
+    second the totals, and in the third everything is there. Backward, since forward the first overwrites what the next reads.
+    """
+    where = kernels.Card(4, 65536, 2048, 1 << 17, 1 << 20)
+    monkeypatch.setattr(kernels, "card", lambda device: where)
+    g = torch.Generator().manual_seed(0)
+    base, view = LAYOUTS[layout](torch.randn(shape, generator=g))
+    z, dz = view(base), torch.randn(shape, generator=g)
+    weight, bias, invstd = torch.rand(3, shape[1], generator=g) + 0.5
+    cut = kernels.cut(*kernels._cut_key(z), kernels.TILE)
+    team = kernels.team(cut, 2, where)
+    # More rounds would need more stamps.
+    assert team.S > 1 and team.G == cut.slabs
+    words, sync = torch.full((1 << 16,), 1 << 32), torch.zeros(2, dtype=torch.int32)
+    monkeypatch.setitem(kernels._WORDS, (base.device, 0), (words, sync))
+    rest = (1e-5, *resolve("leaky_relu", 0.1), "II")
+    for _ in range(3):
+        sync.zero_()
+        dx, dgamma, dbeta = kernels.input_grad_batch(dz, z, weight, bias, invstd, *rest)
+    assert sync.tolist() == [1, 0]
+    count = z.numel() // shape[1]
+    sums = reference.sums(dz.double(), z.double(), weight, bias, *rest)
+    want = reference.input_grad(dz.double(), z.double(), weight, bias, invstd, *sums, count, *rest)
+    assert near(dx, want, count) and near(dgamma, sums[1], count) and near(dbeta, sums[0], count)
+
+
 @runs_here
 @pytest.mark.parametrize(
     "shape, strides", [((3, 2, 4, 6), (2**30 + 8, 24, 6, 1)), ((3, 2), (2**30 + 8, 1))], ids=["outer", "inner"]

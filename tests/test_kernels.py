@@ -199,7 +199,7 @@ def test_teams_fit_the_card_and_cover_the_tensor(kernels, monkeypatch, figures):
         places = [kernels.Layout(False, n, c, pixels, c * pixels, pixels), kernels.Layout(True, n * pixels, c, 1, c, 1)]
         for place in places:
             for itemsize, tensors, aligned in [(2, 1, True), (2, 2, True), (4, 2, True), (2, 1, False)]:
-                cut = kernels.cut(place, itemsize, aligned, 4096)
+                cut = kernels.cut(place, itemsize, aligned)
                 resident = where.processors * (where.registers // (kernels.registers(place.inner) * 256))
                 team, crew = kernels.team(cut, tensors, where), kernels.crew(cut, where)
                 assert team is None or team.S * team.G <= resident
@@ -253,7 +253,7 @@ def test_members_find_each_others_sums(kernels, monkeypatch, shape, layout):
     base, view = LAYOUTS[layout](torch.randn(shape, generator=g))
     z, dz = view(base), torch.randn(shape, generator=g)
     weight, bias, invstd = torch.rand(3, shape[1], generator=g) + 0.5
-    cut = kernels.cut(*kernels._cut_key(z), kernels.TILE)
+    cut = kernels.cut(*kernels._cut_key(z))
     team = kernels.team(cut, 2, where)
     # More rounds would need more stamps.
     assert team.S > 1 and team.G == cut.slabs
@@ -322,7 +322,7 @@ for name, phi in ACTIVATIONS.items():
     plain = name == "leaky_relu"
     for architecture in (80, 90, 100) if plain else (90,):
         for place in LAYOUTS if plain else LAYOUTS[:1]:
-            c = kernels.cut(place, 2, True, kernels.TILE)
+            c = kernels.cut(place, 2, True)
             w = c.constants["W"]
             constants = {
                 **c.constants, "PHI": forward, "INVERSE": inverse, "BACKWARD": backward, "VARIANT_I": False,

@@ -148,15 +148,15 @@ def card(where: torch.device) -> Card:
 
 
 @lru_cache(maxsize=4096)
-def cut(place: Layout, itemsize: int, aligned: bool, tile: int) -> Cut:
-    """Cut a layout into slabs and tiles of about so many elements."""
+def cut(place: Layout, itemsize: int, aligned: bool) -> Cut:
+    """Cut a layout into slabs and tiles."""
     vector = 16 // itemsize if aligned else 1
     if place.inner:
         while place.row_stride % vector or place.channels % vector:
             vector //= 2
         width = w = min(LINE_BYTES // itemsize, triton.next_power_of_2(place.channels))
         vector = min(vector, width)
-        height = min(tile // width, triton.next_power_of_2(place.rows))
+        height = min(TILE // width, triton.next_power_of_2(place.rows))
         blocks, across, edges = 1, triton.cdiv(place.rows, height), False
     else:
         # A row of few vectors is mostly edge.
@@ -165,11 +165,11 @@ def cut(place: Layout, itemsize: int, aligned: bool, tile: int) -> Cut:
         w = 1
         shapes = []
         width = vector
-        while width <= min(tile, triton.next_power_of_2(place.pixels)):
-            height = min(tile // width, triton.next_power_of_2(place.rows))
+        while width <= min(TILE, triton.next_power_of_2(place.pixels)):
+            height = min(TILE // width, triton.next_power_of_2(place.rows))
             blocks, across = triton.cdiv(place.rows, height), triton.cdiv(place.pixels, width)
             # A tile costs something even where it is small.
-            cost = blocks * across * (height * width + tile // 4)
+            cost = blocks * across * (height * width + TILE // 4)
             shapes.append((cost, blocks, across, height, width))
             width *= 2
         # Long runs of memory, where they cost little more than short ones.
@@ -356,7 +356,7 @@ def _prepare(
     x, where = tensors[0], card(tensors[0].device)
     key = _cut_key(*tensors[:maps])
     read = max(1, maps - 1)
-    c = cut(*key, TILE)
+    c = cut(*key)
     t = team(c, read, where)
     if t is None:
         return None
@@ -401,7 +401,7 @@ def _moments(
     mean, var = torch.empty(2, x.shape[1], dtype=torch.float32, device=x.device)
     # Kept for backward, so in a storage of its own.
     invstd = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
-    c = cut(*_cut_key(x), TILE)
+    c = cut(*_cut_key(x))
     t = crew(c, card(x.device))
     counters, partial = _room(x, c, t)
     means, variances = running or (mean, var)
@@ -424,7 +424,7 @@ def _transform_(
     phi: Activation,
     a: float,
 ) -> None:
-    c = cut(*_cut_key(x), TILE)
+    c = cut(*_cut_key(x))
     t = crew(c, card(x.device))
     constants = {name: v for name, v in c.constants.items() if name != "U"}
     device.transform_kernel[(c.slabs * t.S,)](
@@ -521,7 +521,7 @@ def sums(
     _, inverse, backward = compiled(phi)
     with _on(z):
         dz = _as(dz, z)
-        c = cut(*_cut_key(z, dz), TILE)
+        c = cut(*_cut_key(z, dz))
         t = crew(c, card(z.device))
         counters, partial = _room(z, c, t)
         device.sums_kernel[(c.slabs * t.S,)](
@@ -552,7 +552,7 @@ def input_grad(
     _, inverse, backward = compiled(phi)
     with _on(z):
         dz = _as(dz, z)
-        c = cut(*_cut_key(z, dz), TILE)
+        c = cut(*_cut_key(z, dz))
         t = crew(c, card(z.device))
         constants = {name: v for name, v in c.constants.items() if name != "U"}
         device.input_grad_kernel[(c.slabs * t.S,)](
@@ -591,23 +591,42 @@ def input_grad_batch(
     """dx, dγ, dβ of a local batch."""
     with _on(z):
         dz = _as(dz, z)
-        dx = _like(z)
-        sum_dy, sum_dy_xhat = torch.empty_like(invstd), torch.empty_like(invstd)
-        _, inverse, backward = compiled(phi)
         key = (
             "backward", z.shape, z.stride(), z.dtype, z.device, (z.data_ptr() | dz.data_ptr()) % 16, phi.name,
             _kind(weight), _kind(bias), variant,
         )  # fmt: skip
-        if _fused(
-            device.backward_kernel, key, 3,
-            [dz, z, dx, _vector(weight, invstd), _vector(bias, invstd), invstd, sum_dy, sum_dy_xhat], (floor, a),
-            {
-                "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
-                "INVERSE": inverse, "BACKWARD": backward, "VARIANT_I": variant == "I",
-            },
-        ):  # fmt: skip
-            return dx, sum_dy_xhat, sum_dy
+        together = _input_grad_together(key, dz, z, weight, bias, invstd, floor, phi, a, variant)
+    if together is not None:
+        return together
     rest = (floor, phi, a, variant)
     sum_dy, sum_dy_xhat = sums(dz, z, weight, bias, *rest)
     dx = input_grad(dz, z, weight, bias, invstd, sum_dy, sum_dy_xhat, z.numel() // z.shape[1], *rest)
     return dx, sum_dy_xhat, sum_dy
+
+
+def _input_grad_together(
+    key: tuple[Any, ...],
+    dz: Tensor,
+    z: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    invstd: Tensor,
+    floor: float,
+    phi: Activation,
+    a: float,
+    variant: str,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """dx, dγ, dβ in one launch; None, and no buffer left behind, where that takes two."""
+    if key in _LAUNCHES and _LAUNCHES[key] is None:
+        return None
+    dx, sum_dy, sum_dy_xhat = _like(z), torch.empty_like(invstd), torch.empty_like(invstd)
+    _, inverse, backward = compiled(phi)
+    ran = _fused(
+        device.backward_kernel, key, 3,
+        [dz, z, dx, _vector(weight, invstd), _vector(bias, invstd), invstd, sum_dy, sum_dy_xhat], (floor, a),
+        {
+            "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
+            "INVERSE": inverse, "BACKWARD": backward, "VARIANT_I": variant == "I",
+        },
+    )  # fmt: skip
+    return (dx, sum_dy_xhat, sum_dy) if ran else None

@@ -73,8 +73,7 @@ def _backward(
 
 
 def _shape_of_forward(x: Tensor, *_: Any) -> Tensor:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty(x.shape[1], dtype=dtype)
+    return x.new_empty(x.shape[1], dtype=reference.wide(x))
 
 
 def _shape_of_backward(

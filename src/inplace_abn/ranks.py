@@ -47,11 +47,9 @@ def merged_moments(mean: Tensor, var: Tensor, count: int, group: Any) -> tuple[T
     n = gathered[:, -1:]
     total = n.sum(0)
     share = n / total
-    # A rank without samples has no mean: 0/0 times nothing.
-    means = gathered[:, :channels].where(n > 0, 0)
+    means, variances = gathered[:, :channels], gathered[:, channels:-1]
     merged = (share * means).sum(0)
-    spread = gathered[:, channels:-1].where(n > 0, 0) + (means - merged).square_()
-    return merged, (share * spread).sum(0), total[0]
+    return merged, (share * (variances + (means - merged).square_())).sum(0), total[0]
 
 
 def total_sums(sum_dy: Tensor, sum_dy_xhat: Tensor, group: Any) -> tuple[Tensor, Tensor]:

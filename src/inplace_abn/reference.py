@@ -43,6 +43,7 @@ __all__ = [
     "normalize_batch_",
     "sums",
     "track",
+    "wide",
 ]
 
 # Elements per tile: 4 MB of float32. Smaller ones cost host time, larger ones leave the caches.
@@ -99,7 +100,7 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
     """
     tiles = []
     for index in _tiles(x):
-        t = x[index].to(_wide(x))
+        t = x[index].to(wide(x))
         n = t.numel() // t.shape[1]
         shift = t.mean(_but_channels(x), keepdim=True)
         d = t - shift
@@ -125,13 +126,13 @@ def normalize_(
     """
     gamma, beta = affine(x, weight, bias, floor)
     forward, _, _ = _formulas(phi)
-    near = mean.to(_wide(x))
+    near = mean.to(wide(x))
     scale = gamma * invstd.double()
     vectors = (near, scale, beta - (mean.double() - near.double()) * scale)
     near, scale, shift = (_along(v, x) for v in vectors)
     for index in _tiles(x):
         t, c = x[index], (slice(None), index[1])
-        y = t.to(_wide(x)).sub_(near[c]).mul_(scale[c]).add_(shift[c])
+        y = t.to(wide(x)).sub_(near[c]).mul_(scale[c]).add_(shift[c])
         t.copy_(forward(y, a))
 
 
@@ -176,7 +177,7 @@ def input_grad(
     if sum_dy is None or sum_dy_xhat is None:
         _, _, backward = _formulas(phi)
         for index in _tiles(z):
-            dy = backward(dz[index].to(_wide(z)), z[index].to(_wide(z)), a)
+            dy = backward(dz[index].to(wide(z)), z[index].to(wide(z)), a)
             dx[index] = dy * by_dy[:, index[1]]
         return dx
     # What multiplies the recovered value: x̂ in variant I, y − β = γ·x̂ in variant II.
@@ -215,7 +216,7 @@ def normalize_batch_(
         invstd = (var + eps).rsqrt_()
         normalize_(x, mean, invstd, weight, bias, floor, phi, a)
     track(running_mean, running_var, num_batches_tracked, mean, var * (count / (count - 1)), momentum)
-    return invstd.to(_wide(x))
+    return invstd.to(wide(x))
 
 
 def input_grad_batch(
@@ -245,19 +246,19 @@ def input_grad_batch(
         rest = (floor, phi, a, variant)
         return input_grad(dz, z, weight, bias, invstd, sum_dy, sum_dy_xhat, count, *rest), sum_dy_xhat, sum_dy
     gamma, beta = affine(z, weight, bias, floor)
-    wide = _wide(z)
+    dtype = wide(z)
     _, inverse, backward = _formulas(phi)
     gain = gamma * invstd.double()
     if variant == "I":
         mean, nu, w = torch.zeros_like(beta), torch.ones_like(beta), gain
     else:
         mean, nu, w = beta, gamma.reciprocal(), gamma * gain
-    mean, nu, w = mean.to(wide), nu.to(wide), w.to(wide)
+    mean, nu, w = mean.to(dtype), nu.to(dtype), w.to(dtype)
     dx = None
     dgammas, dbetas = [], []
     for c in _slabs(z):
-        part = z[:, c].to(wide)
-        dy = backward(dz[:, c].to(wide), part, a)
+        part = z[:, c].to(dtype)
+        dy = backward(dz[:, c].to(dtype), part, a)
         u = inverse(part, a)
         if variant == "I":
             u = (u - _along(beta[c], z)).div_(_along(gamma[c], z))
@@ -275,7 +276,8 @@ def input_grad_batch(
     return dx, torch.cat(dgammas), torch.cat(dbetas)
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide(x: Tensor) -> torch.dtype:
+    """What elements and statistics of x are computed in."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -285,7 +287,7 @@ def _but_channels(x: Tensor) -> list[int]:
 
 def _along(vector: Tensor, x: Tensor) -> Tensor:
     """A per-channel vector, in the elements' dtype, shaped to broadcast against x."""
-    return vector.to(_wide(x)).view(1, -1, *[1] * (x.dim() - 2))
+    return vector.to(wide(x)).view(1, -1, *[1] * (x.dim() - 2))
 
 
 def _formulas(phi: Activation) -> tuple[Formula, Formula, Gradient]:
@@ -324,8 +326,8 @@ def _recovered(
     gamma, beta = _along(gamma, z), _along(beta, z)
     for index in _tiles(z):
         c = (slice(None), index[1])
-        t = z[index].to(_wide(z))
-        dy = backward(dz[index].to(_wide(z)), t, a)
+        t = z[index].to(wide(z))
+        dy = backward(dz[index].to(wide(z)), t, a)
         centred = inverse(t, a) - beta[c]
         yield index, dy, centred.div_(gamma[c]) if variant == "I" else centred
 

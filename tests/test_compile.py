@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bounds import ulp
 from inplace_abn import ACTIVATIONS, InPlaceABN
 from inplace_abn.activations import resolve
 
@@ -66,7 +67,11 @@ def step(net, call, x):
     return [p.grad for p in net.parameters()], [b.clone() for b in net.buffers()]
 
 
-def alike(net, call, twin, xs, tolerance=1e-5):
+# Sums of a thousand terms, in another order: convolutions are inductor's to arrange.
+REORDERED = 4 * ulp(torch.float32) * 1024**0.5
+
+
+def alike(net, call, twin, xs, tolerance=REORDERED):
     for x in xs:
         got, want = step(net, call, x), step(twin, twin, x)
         for mine, theirs in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
@@ -147,9 +152,8 @@ def test_ways_of_calling(how):
     elif how == "checkpoint":
         call = torch.compile(lambda x: checkpoint(net, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
     got, want = step(net, call, x), step(twin, plain, x)
-    tolerance = 2e-2 if how == "autocast" else 1e-5
     for mine, theirs in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
-        assert (mine - theirs).abs().max() <= tolerance * (1 + theirs.abs().max())
+        assert (mine - theirs).abs().max() <= REORDERED * (1 + theirs.abs().max())
     assert all(norm.num_batches_tracked == 1 for norm in net.norms)
 
 

@@ -80,6 +80,24 @@ def test_the_variants_are_the_committed_measurement():
         medians = [by[variant]["median_us"] if variant in by else "–" for variant in columns]
         assert f"| {' | '.join([*case, by['one launch']['floor_us'], *medians])} |" in notes
     assert compared["16x128x336x336", "bfloat16", "NCHW", "forward"]["one launch"]["median_us"] in readme
+    large = {case: by for case, by in cases.items() if case[2] == "NCHW" and not case[0].endswith(("x7", "x14"))}
+    for variant, dtypes in (
+        ("one launch", ("bfloat16", "float32")),
+        ("one launch, kept in registers", ("bfloat16", "float32")),
+        ("one launch, two tiles kept in registers", ("bfloat16",)),
+    ):
+        measured = [by[variant] for case, by in large.items() if variant in by and case[1] in dtypes]
+        ratios = [float(r["floor_us"]) / float(r["median_us"]) for r in measured]
+        assert (
+            f"Came: {min(ratios):.2f}–{max(ratios):.2f}" in notes
+            or f"came to {min(ratios):.2f}–{max(ratios):.2f}" in notes
+        )
+    counted = read("counters-H200-torch2.11.0-triton3.6.0.csv")[1]
+    moved = int(counted["read_bytes"]) + int(counted["written_bytes"])
+    assert f"{int(counted['read_bytes']) / 1e6:.0f} MB read from memory" in notes and counted["us"] in notes
+    assert f"{moved / float(counted['us']) / 1e6:.1f} TB/s" in notes
+    for r in read("host-H200-torch2.11.0-triton3.6.0.csv"):
+        assert r["layer"] == "Identity" or r["forward_backward_us"] in notes
 
 
 def test_the_compatibility_table_names_tests_that_exist():

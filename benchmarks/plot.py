@@ -58,6 +58,8 @@ def draw(rows: Rows, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
+    # Letters as text, not as outlines, and the same file every time.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "layer"})
     import matplotlib.pyplot as plt
 
     kinds = list(dict.fromkeys(case[1:] for case in rows))
@@ -75,7 +77,7 @@ def draw(rows: Rows, path: Path) -> None:
     for axis in list(axes.flat)[len(kinds) :]:
         axis.set_axis_off()
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:

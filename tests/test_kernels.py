@@ -375,6 +375,7 @@ def test_the_same_input_gives_the_same_bits_on_every_stream(layout):
 
 
 @on_a_gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("shape", [(32, 64, 56, 56), (12, 64, 97, 97), (32, 256, 7, 7)], ids=str)
 def test_one_launch_each_way_and_the_host_never_waits(shape):
     """The leaf's own multiplication aside, which is one launch each way too."""
@@ -386,7 +387,7 @@ def test_one_launch_each_way_and_the_host_never_waits(shape):
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             torch.autograd.grad(layer(leaf * 1), inputs, dz)
             torch.cuda.set_sync_debug_mode(mode)
     finally:

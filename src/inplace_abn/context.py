@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["is_traced", "is_transformed", "is_wrapped", "may_overwrite", "recomputing"]
+__all__ = ["is_exported", "is_traced", "is_transformed", "is_wrapped", "may_overwrite", "recomputing"]
 
 
 def is_transformed() -> bool:
@@ -23,6 +23,11 @@ def is_transformed() -> bool:
 def is_traced() -> bool:
     """Whether the call is recorded rather than run: compiled, exported, traced or transformed."""
     return torch.compiler.is_compiling() or torch._C._is_tracing() or is_transformed()
+
+
+def is_exported() -> bool:
+    """Whether torch.export is at work. Not ``torch.compiler.is_exporting()``: torch 2.11 compiles that to True, always."""
+    return bool(torch.compiler._is_exporting_flag)
 
 
 def recomputing() -> bool:

@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 
 from . import ranks, reference
 from .activations import Activation, resolve, warn_of_slope, warn_once
-from .context import is_traced, is_transformed, is_wrapped, may_overwrite, recomputing
+from .context import is_exported, is_traced, is_transformed, is_wrapped, may_overwrite, recomputing
 from .library import Compiled, backend
 from .ranks import active_group
 
@@ -110,7 +110,7 @@ def inplace_abn(
     if phi.inverse is None or not _needs_graph(x, weight, bias):
         return _composite(x, *vectors, how)
     if is_traced():
-        if not training or not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        if not training or not torch.compiler.is_dynamo_compiling() or is_exported():
             return _composite(x, *vectors, how)
         traced: Tensor = Compiled.apply(x, *vectors, momentum, eps, weight_floor, phi.name, a, variant)  # type: ignore[no-untyped-call]
         return traced
@@ -342,7 +342,7 @@ def _composite(
 ) -> Tensor:
     """The same function out of torch's own differentiable steps, which keep x and z."""
     if weight is not None and how.floor > 0:
-        if torch.compiler.is_exporting():
+        if is_exported():
             # ONNX knows no sign bit; −0 counts as 0 there.
             weight = torch.where(weight.abs() < how.floor, torch.where(weight < 0, -how.floor, how.floor), weight)
         else:

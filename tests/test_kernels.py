@@ -56,7 +56,7 @@ def near(got, want, terms, dtype=torch.float32):
     return (got.double() - want).abs().max() <= room
 
 
-def step(kernels, shape, layout, dtype, name, a, momentum, affine=True):
+def step(kernels, shape, layout, dtype, name, a, momentum, affine=True, residual=False):
     """Forward and backward by the kernels, and by the reference in float64 from what they stored."""
     g = torch.Generator().manual_seed(0)
     draw = lambda *size: torch.randn(*size, generator=g).to(DEVICE)
@@ -69,28 +69,35 @@ def step(kernels, shape, layout, dtype, name, a, momentum, affine=True):
     running = draw(channels), draw(channels).abs()
     counter = torch.tensor(2, device=DEVICE)
     rest = (1e-5, phi, a)
+    # In a layout of its own.
+    r = draw(*shape).to(dtype) if residual else None
+    r64 = r.double() if residual else None
     truth = x.double()
     mean, var, count = reference.moments(truth)
     expected = [r.double() for r in running]
     reference.track(*expected, torch.tensor(2, device=DEVICE), mean, var * count / (count - 1), momentum)
     z64 = truth.clone()
-    reference.normalize_(z64, mean, (var + 1e-5).rsqrt(), weight, bias, *rest)
-    invstd = kernels.normalize_batch_(x, weight, bias, *running, counter, momentum, 1e-5, *rest)
+    reference.normalize_(z64, mean, (var + 1e-5).rsqrt(), weight, bias, *rest, r64)
+    apart = x.clone()
+    kernels.normalize_(apart, mean, (var + 1e-5).rsqrt(), weight, bias, *rest, r)
+    assert near(apart, z64, m, dtype)
+    invstd = kernels.normalize_batch_(x, weight, bias, *running, counter, momentum, 1e-5, *rest, r)
     assert near(x, z64, m, dtype) and near(invstd, (var + 1e-5).rsqrt(), m)
     assert near(running[0], expected[0], m) and near(running[1], expected[1], m) and counter == 3
     dz = draw(*shape).to(dtype)
     for variant in ("I", "II"):
-        dx, dgamma, dbeta = kernels.input_grad_batch(dz, x, weight, bias, invstd, *rest, variant)
-        sum_dy, sum_dy_xhat = reference.sums(dz.double(), x.double(), weight, bias, *rest, variant)
-        want = reference.input_grad(
-            dz.double(), x.double(), weight, bias, invstd, sum_dy, sum_dy_xhat, count, *rest, variant
-        )
+        dr, dr64 = (torch.empty_like(x, dtype=d) if residual else None for d in (dtype, torch.float64))
+        dx, dgamma, dbeta = kernels.input_grad_batch(dz, x, weight, bias, invstd, *rest, variant, r, dr)
+        sum_dy, sum_dy_xhat = reference.sums(dz.double(), x.double(), weight, bias, *rest, variant, r64)
+        sums = (sum_dy, sum_dy_xhat, count)
+        stored = (dz.double(), x.double(), weight, bias, invstd)
+        want = reference.input_grad(*stored, *sums, *rest, variant, r64, dr64)
         assert dx.stride() == x.stride() and near(dx, want, m, dtype)
         assert near(dgamma, sum_dy_xhat, m) and near(dbeta, sum_dy, m)
-    fixed = kernels.input_grad(dz, x, weight, bias, invstd, None, None, 0, *rest, "II")
-    assert near(
-        fixed, reference.input_grad(dz.double(), x.double(), weight, bias, invstd, None, None, 0, *rest, "II"), m, dtype
-    )
+        assert not residual or near(dr, dr64, 1, dtype)
+    fixed = kernels.input_grad(dz, x, weight, bias, invstd, None, None, 0, *rest, "II", r, dr)
+    assert near(fixed, reference.input_grad(*stored, None, None, 0, *rest, "II", r64), m, dtype)
+    assert not residual or near(dr, dr64, 1, dtype)
 
 
 @runs_here
@@ -105,6 +112,14 @@ def test_shapes_and_strides(kernels, shape, layout):
 @pytest.mark.parametrize("name", INVERTIBLE)
 def test_activations(kernels, name, dtype):
     step(kernels, SHAPES["odd"], "channels_last", dtype, name, 1.0, None)
+
+
+@runs_here
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", ["odd", "second trip", "two slabs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_residual(kernels, shape, layout, dtype):
+    step(kernels, SHAPES[shape], layout, dtype, "leaky_relu", 0.1, 0.1, residual=True)
 
 
 @runs_here
@@ -300,7 +315,7 @@ from inplace_abn import ACTIVATIONS, kernels
 from inplace_abn.kernels import device
 
 NUMBERS = "rows channels pixels row_stride channel_stride across chunks per slabs S G".split()
-KINDS = dict.fromkeys(["x_ptr", "z_ptr", "dz_ptr", "dx_ptr"], "*bf16")
+KINDS = dict.fromkeys(["x_ptr", "z_ptr", "r_ptr", "dz_ptr", "dx_ptr", "dr_ptr"], "*bf16")
 KINDS |= {"count_ptr": "*i32", "sync_ptr": "*i32", "tracked_ptr": "*i64", "words_ptr": "*i64"}
 LAYOUTS = [
     kernels.Layout(False, 32, 256, 3136, 256 * 3136, 3136),
@@ -326,7 +341,8 @@ for name, phi in ACTIVATIONS.items():
             w = c.constants["W"]
             constants = {
                 **c.constants, "PHI": forward, "INVERSE": inverse, "BACKWARD": backward, "VARIANT_I": False,
-                "HAS_WEIGHT": True, "HAS_BIAS": True, "TRACK": True, "CUMULATIVE": True, "COUNTED": True, "FIXED": False,
+                "HAS_WEIGHT": True, "HAS_BIAS": True, "RESIDUAL": True, "NEED_R": True,
+                "TRACK": True, "CUMULATIVE": True, "COUNTED": True, "FIXED": False,
                 "SHARED": True, "MW": min(w, 2), "BS": 128, "THREADS": 32 * kernels.WARPS,
             }
             fused = {"maxnreg": kernels.registers(place.inner), "launch_cooperative_grid": True}
@@ -382,6 +398,8 @@ def test_one_launch_each_way_and_the_host_never_waits(shape):
     layer = InPlaceABN(shape[1]).cuda()
     leaf, dz = torch.randn(shape, device="cuda", requires_grad=True), torch.randn(shape, device="cuda")
     inputs = [leaf, *layer.parameters()]
+    # Memory nobody wrote is filled by kernels of its own otherwise.
+    torch.use_deterministic_algorithms(False)
     torch.autograd.grad(layer(leaf * 1), inputs, dz)
     torch.cuda.synchronize()
     mode = torch.cuda.get_sync_debug_mode()

@@ -33,6 +33,7 @@ ROOMS = [
     "training",
     "checkpoints",
     "memory",
+    "models",
     "recipes",
 ]
 

@@ -58,17 +58,19 @@ def inplace_abn(
     variant: str = "II",
     weight_floor: float = WEIGHT_FLOOR,
     num_batches_tracked: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     r"""Batch normalisation and activation, written over x where autograd allows it.
 
     .. math::
-        z = \varphi\Big(\gamma\,\frac{x-\mu}{\sqrt{\sigma^2+\epsilon}} + \beta\Big), \qquad
+        z = \varphi\Big(\gamma\,\frac{x-\mu}{\sqrt{\sigma^2+\epsilon}} + \beta \;[+\; r]\Big), \qquad
         \gamma = \mathrm{copysign}(\max(|w|, \text{floor}), w)
 
-    Autograd keeps z and a few per-channel vectors, whether or not x itself was overwritten. x is left alone, and z is a new
-    tensor, where x has no history (a batch of data, a leaf), where its producer kept it for its own backward (sigmoid, softmax,
-    another layer of this kind), where it is one of several views (``chunk``) or overlaps itself (``expand``), under module hooks
-    that hand out views, under saved-tensor hooks (checkpointing, offloading), and wherever nothing is to be differentiated.
+    Autograd keeps z, a few per-channel vectors and a reference to r, whether or not x itself was overwritten. x is left alone,
+    and z is a new tensor, where x has no history (a batch of data, a leaf), where its producer kept it for its own backward
+    (sigmoid, softmax, another layer of this kind), where it is one of several views (``chunk``) or overlaps itself (``expand``),
+    where it is r, under module hooks that hand out views, under saved-tensor hooks (checkpointing, offloading), and wherever
+    nothing is to be differentiated.
 
     Activations without an inverse run ``batch_norm`` and φ as separate steps, which keep two maps. So does what is exported,
     traced by ``torch.jit.trace``, or transformed by ``torch.func``. Under ``torch.compile`` the layer is a pair of operators on
@@ -89,6 +91,8 @@ def inplace_abn(
         weight_floor: least magnitude of γ; its sign is kept.
         num_batches_tracked: counts the training calls that moved the running statistics. A call inside a backward pass is
             taken for the recomputation of a checkpointed segment, and moves nothing.
+        residual: r, of x's shape, added before φ; cast to x's dtype if it has another. It is read, never overwritten, and must
+            not be changed before backward has used it.
 
     Example:
         >>> x = torch.nn.functional.conv2d(torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3, requires_grad=True))
@@ -99,6 +103,8 @@ def inplace_abn(
     phi, a = resolve(activation, activation_param)
     how = Settings(training, momentum, eps, phi, a, weight_floor, variant)
     _check(x, weight, bias, running_mean, running_var, num_batches_tracked, how)
+    if residual is not None:
+        residual = _checked_residual(residual, x)
     if phi.inverse is None:
         warn_once(
             f"{phi.name} has no inverse: batch_norm and {phi.name} run as separate steps, exactly but keeping two maps; "
@@ -107,14 +113,15 @@ def inplace_abn(
     else:
         warn_of_slope(phi, a, x.dtype)
     vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
-    if phi.inverse is None or not _needs_graph(x, weight, bias):
-        return _composite(x, *vectors, how)
+    if phi.inverse is None or not _needs_graph(x, weight, bias, residual):
+        return _composite(x, *vectors, how, residual)
     if is_traced():
         if not training or not torch.compiler.is_dynamo_compiling() or is_exported():
-            return _composite(x, *vectors, how)
-        traced: Tensor = Compiled.apply(x, *vectors, momentum, eps, weight_floor, phi.name, a, variant)  # type: ignore[no-untyped-call]
+            return _composite(x, *vectors, how, residual)
+        rest = (momentum, eps, weight_floor, phi.name, a, variant)
+        traced: Tensor = Compiled.apply(x, weight, bias, residual, *vectors[2:], *rest)  # type: ignore[no-untyped-call]
         return traced
-    z: Tensor = InPlaceABN.apply(x, weight, bias, vectors[2:], how)  # type: ignore[no-untyped-call]
+    z: Tensor = InPlaceABN.apply(x, weight, bias, residual, vectors[2:], how)  # type: ignore[no-untyped-call]
     return z
 
 
@@ -134,6 +141,7 @@ def inplace_abn_sync(
     variant: str = "II",
     weight_floor: float = WEIGHT_FLOOR,
     num_batches_tracked: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """:func:`inplace_abn` with statistics over all ranks of ``group`` (None: all ranks), as if one process had all samples.
 
@@ -161,30 +169,35 @@ def inplace_abn_sync(
             variant=variant,
             weight_floor=weight_floor,
             num_batches_tracked=num_batches_tracked,
+            residual=residual,
         )
     phi, a = resolve(activation, activation_param)
     how = Settings(training, momentum, eps, phi, a, weight_floor, variant)
     _check(x, weight, bias, running_mean, running_var, num_batches_tracked, how, alone=False)
     vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
+    if residual is not None:
+        residual = _checked_residual(residual, x)
     # Without gradients nobody expects x to change; a tensor without history is not overwritten.
-    return _synchronised(x if torch.is_grad_enabled() else x.detach(), vectors, how, group)
+    return _synchronised(x if torch.is_grad_enabled() else x.detach(), vectors, how, group, residual)
 
 
 # Not torch.compiler.disable, which imports the whole compiler at once.
 @_disable_dynamo
-def _synchronised(x: Tensor, vectors: tuple[Tensor | None, ...], how: Settings, group: Any) -> Tensor:
+def _synchronised(
+    x: Tensor, vectors: tuple[Tensor | None, ...], how: Settings, group: Any, residual: Tensor | None
+) -> Tensor:
     """A training call of several ranks."""
     # Gives every rank a backward pass to take part in, even one with nothing to learn.
     anchor = x.new_zeros(0, requires_grad=True)
     if how.phi.inverse is not None:
         warn_of_slope(how.phi, how.a, x.dtype)
-        z: Tensor = InPlaceABN.apply(x, *vectors[:2], vectors[2:], how, group, anchor)  # type: ignore[no-untyped-call]
+        z: Tensor = InPlaceABN.apply(x, *vectors[:2], residual, vectors[2:], how, group, anchor)  # type: ignore[no-untyped-call]
         return z
     warn_once(f"{how.phi.name} has no inverse: inplace_abn_sync normalises in place and keeps two maps")
     plain = how._replace(phi=resolve("identity", 0.0)[0])
-    y: Tensor = InPlaceABN.apply(x, *vectors[:2], vectors[2:], plain, group, anchor)  # type: ignore[no-untyped-call]
+    y: Tensor = InPlaceABN.apply(x, *vectors[:2], None, vectors[2:], plain, group, anchor)  # type: ignore[no-untyped-call]
     # The plain φ may work in place, and y is needed.
-    return how.phi.plain(y.clone(), how.a)
+    return how.phi.plain(y.clone() if residual is None else y + residual, how.a)
 
 
 def batch_norm_act(
@@ -199,16 +212,19 @@ def batch_norm_act(
     activation: str | None,
     activation_param: float,
     num_batches_tracked: Tensor | None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """``batch_norm`` and then the activation, as two steps of torch: what :class:`inplace_abn.ABN` computes."""
     phi, a = resolve(activation, activation_param)
     how = Settings(training, momentum, eps, phi, a, 0.0, "II")
     _check(x, weight, bias, running_mean, running_var, num_batches_tracked, how)
-    return _composite(x, weight, bias, running_mean, running_var, num_batches_tracked, how)
+    if residual is not None:
+        residual = _checked_residual(residual, x)
+    return _composite(x, weight, bias, running_mean, running_var, num_batches_tracked, how, residual)
 
 
 class InPlaceABN(torch.autograd.Function):
-    """z = φ(BN(x)) and its gradient. Saved: z, weight, bias, invstd."""
+    """z = φ(BN(x) [+ r]) and its gradient. Saved: z, weight, bias, r, invstd."""
 
     @staticmethod
     def forward(
@@ -216,13 +232,14 @@ class InPlaceABN(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        residual: Tensor | None,
         buffers: tuple[Tensor | None, ...],
         how: Settings,
         group: Any = None,
         anchor: Tensor | None = None,
     ) -> Tensor:
         """Overwrite x, or a copy of it where that is not allowed; with an anchor, the batch is that of all ranks of the group."""
-        if may_overwrite(x):
+        if may_overwrite(x) and (residual is None or not _share_memory(x, residual)):
             z = x
             ctx.mark_dirty(x)
         else:
@@ -237,7 +254,7 @@ class InPlaceABN(torch.autograd.Function):
             mean, var, ctx.count = _moments_of_all(z, ops, group)
             invstd = (var + how.eps).rsqrt_()
             if z.numel():
-                ops.normalize_(z, mean, invstd, weight, bias, how.floor, how.phi, how.a)
+                ops.normalize_(z, mean, invstd, weight, bias, how.floor, how.phi, how.a, residual)
             unbiased = var * (ctx.count / (ctx.count - 1))
             reference.track(running_mean, running_var, num_batches_tracked, mean, unbiased, how.momentum)
         elif how.training:
@@ -253,51 +270,57 @@ class InPlaceABN(torch.autograd.Function):
                 how.floor,
                 how.phi,
                 how.a,
+                residual,
             )
         else:
             assert running_mean is not None and running_var is not None
             invstd = (running_var.double() + how.eps).rsqrt_()
-            ops.normalize_(z, running_mean.double(), invstd, weight, bias, how.floor, how.phi, how.a)
-        ctx.save_for_backward(z, weight, bias, invstd)
+            ops.normalize_(z, running_mean.double(), invstd, weight, bias, how.floor, how.phi, how.a, residual)
+        ctx.save_for_backward(z, weight, bias, residual, invstd)
         ctx.how = how
         ctx.checksum = _checksum(z) if DEBUG and not z.is_meta else None
         return z
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        """dx, dweight, dbias from dz and the saved z; differentiating those raises."""
+        """dx, dweight, dbias, dr from dz and the saved z; differentiating those raises."""
         with torch.no_grad():
             gradients = InPlaceABN._gradients(ctx, dz)
         if torch.is_grad_enabled():
             once = _OnlyOnce.apply
             gradients = tuple(None if g is None else once(g.requires_grad_()) for g in gradients)  # type: ignore[no-untyped-call]
-        return (*gradients, *[None] * (len(ctx.needs_input_grad) - 3))
+        return (*gradients, *[None] * (len(ctx.needs_input_grad) - 4))
 
     @staticmethod
     def _gradients(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        z, weight, bias, invstd = _saved(ctx)
+        z, weight, bias, residual, invstd = _saved(ctx)
         how: Settings = ctx.how
         ops = backend(z)
-        rest = (how.floor, how.phi, how.a, how.variant)
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        dx = dgamma = dbeta = None
+        rest = (how.floor, how.phi, how.a, how.variant, residual)
+        need_x, need_weight, need_bias, need_r = ctx.needs_input_grad[:4]
+        dx = dgamma = dbeta = dr = None
+        if need_r and how.phi.name == "identity":
+            dr, need_r = dz, False
+        elif need_r:
+            dr, need_x = torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device), True
+        fill = dr if need_r else None
         if ctx.count is not None:
             dbeta, dgamma = ops.sums(dz, z, weight, bias, *rest) if z.numel() else z.new_zeros(2, z.shape[1])
             # Whatever this rank needs, the others wait for its sums.
             of_all = ranks.total_sums(dbeta, dgamma, ctx.group)
             if need_x:
                 means = (s / ctx.count for s in of_all)
-                dx = ops.input_grad(dz, z, weight, bias, invstd, *means, 1, *rest) if z.numel() else dz.clone()
+                dx = ops.input_grad(dz, z, weight, bias, invstd, *means, 1, *rest, fill) if z.numel() else dz.clone()
         elif how.training and need_x:
-            dx, dgamma, dbeta = ops.input_grad_batch(dz, z, weight, bias, invstd, *rest)
+            dx, dgamma, dbeta = ops.input_grad_batch(dz, z, weight, bias, invstd, *rest, fill)
         else:
             if need_weight or need_bias:
                 dbeta, dgamma = ops.sums(dz, z, weight, bias, *rest)
             if need_x:
-                dx = ops.input_grad(dz, z, weight, bias, invstd, None, None, 0, *rest)
+                dx = ops.input_grad(dz, z, weight, bias, invstd, None, None, 0, *rest, fill)
         dweight = dgamma.to(weight.dtype) if need_weight and weight is not None and dgamma is not None else None
         dbias = dbeta.to(bias.dtype) if need_bias and bias is not None and dbeta is not None else None
-        return dx, dweight, dbias
+        return dx, dweight, dbias, dr
 
 
 class _OnlyOnce(torch.autograd.Function):
@@ -339,8 +362,13 @@ def _composite(
     running_var: Tensor | None,
     num_batches_tracked: Tensor | None,
     how: Settings,
+    residual: Tensor | None,
 ) -> Tensor:
     """The same function out of torch's own differentiable steps, which keep x and z."""
+
+    def act(y: Tensor) -> Tensor:
+        return how.phi.plain(y if residual is None else y + residual, how.a)
+
     if weight is not None and how.floor > 0:
         if is_exported():
             # ONNX knows no sign bit; −0 counts as 0 there.
@@ -359,9 +387,9 @@ def _composite(
         assert running_mean is not None and running_var is not None
         # Copies: a training step in between may move the buffers that backward needs.
         fixed = running_mean.to(dtype, copy=True), running_var.to(dtype, copy=True)
-        return how.phi.plain(F.batch_norm(x, *fixed, weight, bias, False, 0.0, how.eps), how.a)
+        return act(F.batch_norm(x, *fixed, weight, bias, False, 0.0, how.eps))
     if running_mean is None or running_var is None:
-        return how.phi.plain(F.batch_norm(x, None, None, weight, bias, True, 0.0, how.eps), how.a)
+        return act(F.batch_norm(x, None, None, weight, bias, True, 0.0, how.eps))
     if is_transformed():
         y = F.batch_norm(x, None, None, weight, bias, True, 0.0, how.eps)
         unbiased, mean = torch.var_mean(x.detach().to(dtype), [0, *range(2, x.dim())], correction=1)
@@ -371,7 +399,7 @@ def _composite(
                 "running statistics stay as they are inside this torch.func transform: they were not among its inputs; "
                 "hand the buffers in by torch.func.functional_call"
             )
-            return how.phi.plain(y, how.a)
+            return act(y)
     else:
         # Momentum 1 makes torch hand out the batch's own statistics.
         mean, unbiased = x.new_zeros(x.shape[1], dtype=dtype), x.new_zeros(x.shape[1], dtype=dtype)
@@ -379,7 +407,23 @@ def _composite(
     if not recomputing():
         with torch.no_grad():
             reference.track(running_mean, running_var, num_batches_tracked, mean, unbiased, how.momentum)
-    return how.phi.plain(y, how.a)
+    return act(y)
+
+
+def _checked_residual(residual: Tensor, x: Tensor) -> Tensor:
+    """The residual in x's dtype, or an error if it cannot be added to x."""
+    if residual.shape != x.shape:
+        raise ValueError(
+            f"residual has shape {tuple(residual.shape)} and x {tuple(x.shape)}; they must be the same: expand it, or "
+            "bring it there by a convolution"
+        )
+    if residual.device != x.device:
+        raise ValueError(f"residual is on {residual.device} and x on {x.device}; move both to one device")
+    return residual.to(x.dtype)
+
+
+def _share_memory(x: Tensor, residual: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == residual.untyped_storage().data_ptr()
 
 
 def _check(
@@ -453,9 +497,9 @@ def check_options(phi: Activation, eps: float, floor: float, variant: str, gamma
         )
 
 
-def _needs_graph(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+def _needs_graph(*tensors: Tensor | None) -> bool:
     """Whether there is a backward pass to keep z for."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _checksum(z: Tensor) -> Tensor:
@@ -464,15 +508,15 @@ def _checksum(z: Tensor) -> Tensor:
     return z.detach().resolve_neg().view(bits).sum(dtype=torch.int64)
 
 
-def _saved(ctx: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+def _saved(ctx: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
     """The saved tensors, or an error that names the layer and the cure if they were written to."""
     try:
-        z, weight, bias, invstd = ctx.saved_tensors
+        z, weight, bias, residual, invstd = ctx.saved_tensors
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
         raise RuntimeError(
-            f"InPlaceABN with activation {ctx.how.phi.name}: its output z, or its weight or bias, was changed in place "
+            f"InPlaceABN with activation {ctx.how.phi.name}: its output z, or its weight, bias or residual, was changed in place "
             "after the forward pass, but backward recovers everything from them. Use out-of-place operations on z "
             "(z = z + r for z += r, inplace=False for the next activation), and step the optimizer after backward. "
             f"Torch says: {error}"
@@ -482,4 +526,4 @@ def _saved(ctx: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
             f"InPlaceABN with activation {ctx.how.phi.name} and output of shape {tuple(z.shape)}: z was changed through "
             ".data or by a foreign kernel after the forward pass; work on a copy, z.clone()"
         )
-    return z, weight, bias, invstd
+    return z, weight, bias, residual, invstd

@@ -49,10 +49,11 @@ def _forward_(
     floor: float,
     activation: str,
     a: float,
+    residual: Tensor | None = None,
 ) -> Tensor:
     phi = ACTIVATIONS[activation]
     vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
-    invstd: Tensor = backend(x).normalize_batch_(x, *vectors, momentum, eps, floor, phi, a)
+    invstd: Tensor = backend(x).normalize_batch_(x, *vectors, momentum, eps, floor, phi, a, residual)
     return invstd
 
 
@@ -66,10 +67,13 @@ def _backward(
     activation: str,
     a: float,
     variant: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rest = (floor, ACTIVATIONS[activation], a, variant)
-    dx, dgamma, dbeta = backend(z).input_grad_batch(dz, z, weight, bias, invstd, *rest)
-    return dx, dgamma.to(invstd.dtype), dbeta.to(invstd.dtype)
+    residual: Tensor | None = None,
+    need_r: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rest = (floor, ACTIVATIONS[activation], a, variant, residual)
+    dr = torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device) if need_r else None
+    dx, dgamma, dbeta = backend(z).input_grad_batch(dz, z, weight, bias, invstd, *rest, dr)
+    return dx, dgamma.to(invstd.dtype), dbeta.to(invstd.dtype), z.new_empty(0) if dr is None else dr
 
 
 def _shape_of_forward(x: Tensor, *_: Any) -> Tensor:
@@ -77,9 +81,20 @@ def _shape_of_forward(x: Tensor, *_: Any) -> Tensor:
 
 
 def _shape_of_backward(
-    dz: Tensor, z: Tensor, weight: Tensor | None, bias: Tensor | None, invstd: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(z), torch.empty_like(invstd), torch.empty_like(invstd)
+    dz: Tensor,
+    z: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    invstd: Tensor,
+    floor: float,
+    activation: str,
+    a: float,
+    variant: str,
+    residual: Tensor | None = None,
+    need_r: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dr = torch.empty_like(z) if need_r else z.new_empty(0)
+    return torch.empty_like(z), torch.empty_like(invstd), torch.empty_like(invstd), dr
 
 
 # Kept, or the operators would go with it.
@@ -87,13 +102,14 @@ _LIBRARY = torch.library.Library("inplace_abn", "DEF")
 _SCHEMAS = {
     "forward_": (
         "(Tensor(a!) x, Tensor? weight, Tensor? bias, Tensor(b!)? running_mean, Tensor(c!)? running_var, "
-        "Tensor(d!)? num_batches_tracked, float? momentum, float eps, float floor, str activation, float a) -> Tensor",
+        "Tensor(d!)? num_batches_tracked, float? momentum, float eps, float floor, str activation, float a, "
+        "Tensor? residual=None) -> Tensor",
         _forward_,
         _shape_of_forward,
     ),
     "backward": (
         "(Tensor dz, Tensor z, Tensor? weight, Tensor? bias, Tensor invstd, float floor, str activation, float a, "
-        "str variant) -> (Tensor, Tensor, Tensor)",
+        "str variant, Tensor? residual=None, bool need_r=False) -> (Tensor, Tensor, Tensor, Tensor)",
         _backward,
         _shape_of_backward,
     ),
@@ -106,7 +122,7 @@ for _name, (_schema, _function, _shape) in _SCHEMAS.items():
 
 
 class Compiled(torch.autograd.Function):
-    """z = φ(BN(x)) and its gradient, for tracing. Saved: z, weight, bias, invstd."""
+    """z = φ(BN(x) [+ r]) and its gradient, for tracing. Saved: z, weight, bias, r, invstd."""
 
     @staticmethod
     def forward(
@@ -114,6 +130,7 @@ class Compiled(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        residual: Tensor | None,
         running_mean: Tensor | None,
         running_var: Tensor | None,
         num_batches_tracked: Tensor | None,
@@ -127,16 +144,17 @@ class Compiled(torch.autograd.Function):
         """A new z, as far as autograd knows."""
         z = x.clone()
         vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
-        invstd = torch.ops.inplace_abn.forward_(z, *vectors, momentum, eps, floor, activation, a)
-        ctx.save_for_backward(z, weight, bias, invstd)
+        invstd = torch.ops.inplace_abn.forward_(z, *vectors, momentum, eps, floor, activation, a, residual)
+        ctx.save_for_backward(z, weight, bias, residual, invstd)
         ctx.rest = floor, activation, a, variant
         return z
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        """dx, dweight, dbias from dz and the saved z."""
-        z, weight, bias, invstd = ctx.saved_tensors
-        dx, dgamma, dbeta = torch.ops.inplace_abn.backward(dz, z, weight, bias, invstd, *ctx.rest)
+        """dx, dweight, dbias, dr from dz and the saved z."""
+        z, weight, bias, residual, invstd = ctx.saved_tensors
+        need_r = residual is not None and ctx.needs_input_grad[3]
+        dx, dgamma, dbeta, dr = torch.ops.inplace_abn.backward(dz, z, weight, bias, invstd, *ctx.rest, residual, need_r)
         dweight = None if weight is None else dgamma.to(weight.dtype)
         dbias = None if bias is None else dbeta.to(bias.dtype)
-        return dx, dweight, dbias, *[None] * 9
+        return dx, dweight, dbias, dr if need_r else None, *[None] * 9

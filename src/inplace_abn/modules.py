@@ -133,9 +133,9 @@ class ABN(nn.Module):
             "num_batches_tracked": self.num_batches_tracked,
         }
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Z = φ(BN(x)), a new tensor."""
-        return batch_norm_act(x, **self._arguments())
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Z = φ(BN(x)), or φ(BN(x) + residual): a new tensor."""
+        return batch_norm_act(x, **self._arguments(), residual=residual)
 
     def extra_repr(self) -> str:
         """What the layer was built with."""
@@ -225,9 +225,9 @@ class InPlaceABN(ABN):
         arguments["weight_floor"] = self.weight_floor
         return arguments
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Z = φ(BN(x)), in x's own memory where autograd allows it."""
-        return inplace_abn(x, **self._arguments())
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Z = φ(BN(x)), or φ(BN(x) + residual), in x's own memory where autograd allows it; the residual is only read."""
+        return inplace_abn(x, **self._arguments(), residual=residual)
 
     def extra_repr(self) -> str:
         """What the layer was built with."""
@@ -261,12 +261,12 @@ class InPlaceABNSync(InPlaceABN):
         """Synchronise with the ranks of this group from now on."""
         self.group = group
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Z = φ(BN(x)), normalised by the statistics of the whole group."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Z = φ(BN(x)), or φ(BN(x) + residual), normalised by the statistics of the whole group."""
         if not self.training:
             # Without running statistics these are the batch's own, and still nobody else's business.
-            return super().forward(x)
-        return inplace_abn_sync(x, **self._arguments(), group=self.group)
+            return super().forward(x, residual)
+        return inplace_abn_sync(x, **self._arguments(), group=self.group, residual=residual)
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot be stored.

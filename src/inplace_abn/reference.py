@@ -3,6 +3,9 @@ r"""The verbs in plain torch: the mathematics of the layer, and its CPU path.
 .. math::
     \hat x = (x-\mu)/\sqrt{\sigma^2+\epsilon}, \qquad y = \gamma\hat x + \beta, \qquad z = \varphi(y)
 
+With a residual r, of x's shape and dtype, z = φ(y + r); backward then recovers y = φ⁻¹(z) − r, and the gradient of r is dy,
+written into the buffer ``dr`` where one is given. r itself is only read.
+
 Four verbs: :func:`moments` and :func:`normalize_` forward, :func:`sums` and :func:`input_grad` backward. A synchronised layer
 puts a collective between the two of a pair; a local one runs each pair as one: :func:`normalize_batch_`,
 :func:`input_grad_batch`.
@@ -119,8 +122,9 @@ def normalize_(
     floor: float,
     phi: Activation,
     a: float,
+    residual: Tensor | None = None,
 ) -> None:
-    """Overwrite x with z = φ(γ·(x − mean)·invstd + β).
+    """Overwrite x with z = φ(γ·(x − mean)·invstd + β [+ r]).
 
     The part of the mean that float32 cannot hold moves into the shift behind the scale, so it is not lost.
     """
@@ -133,6 +137,8 @@ def normalize_(
     for index in _tiles(x):
         t, c = x[index], (slice(None), index[1])
         y = t.to(wide(x)).sub_(near[c]).mul_(scale[c]).add_(shift[c])
+        if residual is not None:
+            y += residual[index]
         t.copy_(forward(y, a))
 
 
@@ -145,11 +151,12 @@ def sums(
     phi: Activation,
     a: float,
     variant: str,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """∑ dy (which is dβ) and ∑ dy·x̂ (which is dγ) of every channel, in float64."""
     gamma, beta = affine(z, weight, bias, floor)
     total, total_xhat = torch.zeros_like(gamma), torch.zeros_like(gamma)
-    for index, dy, centred in _recovered(dz, z, gamma, beta, phi, a, variant):
+    for index, dy, centred in _recovered(dz, z, gamma, beta, phi, a, variant, residual):
         total[index[1]] += dy.sum(_but_channels(z))
         total_xhat[index[1]] += centred.mul_(dy).sum(_but_channels(z))
     return total, total_xhat if variant == "I" else total_xhat / gamma
@@ -168,6 +175,8 @@ def input_grad(
     phi: Activation,
     a: float,
     variant: str,
+    residual: Tensor | None = None,
+    dr: Tensor | None = None,
 ) -> Tensor:
     """dx, in a new buffer laid out as z. Sums of None mean fixed statistics, and then dx = γ·invstd·dy."""
     gamma, beta = affine(z, weight, bias, floor)
@@ -179,13 +188,17 @@ def input_grad(
         for index in _tiles(z):
             dy = backward(dz[index].to(wide(z)), z[index].to(wide(z)), a)
             dx[index] = dy * by_dy[:, index[1]]
+            if dr is not None:
+                dr[index] = dy
         return dx
     # What multiplies the recovered value: x̂ in variant I, y − β = γ·x̂ in variant II.
     slope = -scale * sum_dy_xhat.double() / count
     by_centred = _along(slope if variant == "I" else slope / gamma, z)
     constant = _along(-scale * sum_dy.double() / count, z)
-    for index, dy, centred in _recovered(dz, z, gamma, beta, phi, a, variant):
+    for index, dy, centred in _recovered(dz, z, gamma, beta, phi, a, variant, residual):
         c = (slice(None), index[1])
+        if dr is not None:
+            dr[index] = dy
         dx[index] = centred.mul_(by_centred[c]).add_(constant[c]).add_(dy * by_dy[c])
     return dx
 
@@ -202,6 +215,7 @@ def normalize_batch_(
     floor: float,
     phi: Activation,
     a: float,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Overwrite x with z from the batch's own statistics, move the running ones, return invstd.
 
@@ -209,12 +223,12 @@ def normalize_batch_(
     :func:`moments` and :func:`normalize_`, whose temporaries are a few tiles.
     """
     if _is_dense(x):
-        mean, var, invstd = _normalize_dense_(x, weight, bias, eps, floor, phi, a)
+        mean, var, invstd = _normalize_dense_(x, weight, bias, eps, floor, phi, a, residual)
         count = x.numel() // x.shape[1]
     else:
         mean, var, count = moments(x)
         invstd = (var + eps).rsqrt_()
-        normalize_(x, mean, invstd, weight, bias, floor, phi, a)
+        normalize_(x, mean, invstd, weight, bias, floor, phi, a, residual)
     track(running_mean, running_var, num_batches_tracked, mean, var * (count / (count - 1)), momentum)
     return invstd.to(wide(x))
 
@@ -229,6 +243,8 @@ def input_grad_batch(
     phi: Activation,
     a: float,
     variant: str,
+    residual: Tensor | None = None,
+    dr: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dγ, dβ of a local batch: :func:`sums` and :func:`input_grad` with one recovery of y and dy for both.
 
@@ -241,9 +257,9 @@ def input_grad_batch(
     if z.stride(1) == 1 and (z.numel() > SLAB or dz.stride() != z.stride()):
         # Channels are innermost. A range of them is crumbs of memory (4 to 9 times slower), and ATen sums them one by one in
         # float32, as torch does only if dz has the same layout. Two walks over tiles instead.
-        sum_dy, sum_dy_xhat = sums(dz, z, weight, bias, floor, phi, a, variant)
+        sum_dy, sum_dy_xhat = sums(dz, z, weight, bias, floor, phi, a, variant, residual)
         count = z.numel() // z.shape[1]
-        rest = (floor, phi, a, variant)
+        rest = (floor, phi, a, variant, residual, dr)
         return input_grad(dz, z, weight, bias, invstd, sum_dy, sum_dy_xhat, count, *rest), sum_dy_xhat, sum_dy
     gamma, beta = affine(z, weight, bias, floor)
     dtype = wide(z)
@@ -260,6 +276,10 @@ def input_grad_batch(
         part = z[:, c].to(dtype)
         dy = backward(dz[:, c].to(dtype), part, a)
         u = inverse(part, a)
+        if residual is not None:
+            u = u - residual[:, c]
+        if dr is not None:
+            dr[:, c] = dy
         if variant == "I":
             u = (u - _along(beta[c], z)).div_(_along(gamma[c], z))
         dx_part, dgamma, dbeta = torch.ops.aten.native_batch_norm_backward(
@@ -319,7 +339,14 @@ def _slabs(z: Tensor) -> list[slice]:
 
 
 def _recovered(
-    dz: Tensor, z: Tensor, gamma: Tensor, beta: Tensor, phi: Activation, a: float, variant: str
+    dz: Tensor,
+    z: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    phi: Activation,
+    a: float,
+    variant: str,
+    residual: Tensor | None,
 ) -> Iterator[tuple[tuple[slice, ...], Tensor, Tensor]]:
     """For every tile: its index, dy, and what the variant works on, x̂ (I) or y − β (II), in a buffer of its own."""
     _, inverse, backward = _formulas(phi)
@@ -329,6 +356,8 @@ def _recovered(
         t = z[index].to(wide(z))
         dy = backward(dz[index].to(wide(z)), t, a)
         centred = inverse(t, a) - beta[c]
+        if residual is not None:
+            centred -= residual[index]
         yield index, dy, centred.div_(gamma[c]) if variant == "I" else centred
 
 
@@ -376,7 +405,14 @@ def _dense_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _normalize_dense_(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, floor: float, phi: Activation, a: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    floor: float,
+    phi: Activation,
+    a: float,
+    residual: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Moments and transform by ATen's kernels, in place. Return mean, biased variance and invstd."""
     offset, var = _dense_moments(x)
@@ -397,5 +433,7 @@ def _normalize_dense_(
         torch.ops.aten.native_batch_norm.out(
             t, scale[c], shift[c], offset[c], one[c], False, 0.0, 0.0, out=t, save_mean=unused, save_invstd=unused
         )
+        if residual is not None:
+            t += residual[index]
         t.copy_(forward(t, a))
     return mean, var, invstd

@@ -324,19 +324,20 @@ def _fused(
     kernel: Any,
     key: tuple[Any, ...],
     maps: int,
+    twice: int,
     tensors: list[Tensor],
     floats: tuple[float, ...],
     flags: dict[str, Any],
 ) -> bool:
     """Run one of the fused kernels, planned and compiled on the first call of its kind; False where the card cannot.
 
-    The first ``maps`` of the tensors are full-sized, and those but the last are read.
+    The first ``maps`` of the tensors are full-sized; so many of them as ``twice`` says are read twice, and to stay cached.
     """
     x = tensors[0]
     # An integer would be compiled into the kernel, and stay there.
     floats = tuple(map(float, floats))
     if key not in _LAUNCHES:
-        _LAUNCHES[key] = _prepare(kernel, maps, tensors, floats, flags)
+        _LAUNCHES[key] = _prepare(kernel, maps, twice, tensors, floats, flags)
     launch = _LAUNCHES[key]
     if launch is None:
         return False
@@ -351,13 +352,12 @@ def _fused(
 
 
 def _prepare(
-    kernel: Any, maps: int, tensors: list[Tensor], floats: tuple[float, ...], flags: dict[str, Any]
+    kernel: Any, maps: int, twice: int, tensors: list[Tensor], floats: tuple[float, ...], flags: dict[str, Any]
 ) -> Launch | None:
     x, where = tensors[0], card(tensors[0].device)
     key = _cut_key(*tensors[:maps])
-    read = max(1, maps - 1)
     c = cut(*key)
-    t = team(c, read, where)
+    t = team(c, twice, where)
     if t is None:
         return None
     w, threads = c.constants["W"], 32 * WARPS
@@ -423,15 +423,17 @@ def _transform_(
     floor: float,
     phi: Activation,
     a: float,
+    residual: Tensor | None,
 ) -> None:
-    c = cut(*_cut_key(x))
+    r = x if residual is None else _as(residual, x)
+    c = cut(*_cut_key(x, r))
     t = crew(c, card(x.device))
     constants = {name: v for name, v in c.constants.items() if name != "U"}
     device.transform_kernel[(c.slabs * t.S,)](
-        x, mean.contiguous(), invstd.contiguous(), _vector(weight, mean), _vector(bias, mean),
+        x, r, mean.contiguous(), invstd.contiguous(), _vector(weight, mean), _vector(bias, mean),
         mean if tracked is None else tracked, *_place(x, c), t.chunks, t.per, t.S, floor, a,
-        COUNTED=tracked is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, PHI=compiled(phi)[0],
-        **constants, num_warps=WARPS,
+        COUNTED=tracked is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+        RESIDUAL=residual is not None, PHI=compiled(phi)[0], **constants, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -451,10 +453,11 @@ def normalize_(
     floor: float,
     phi: Activation,
     a: float,
+    residual: Tensor | None = None,
 ) -> None:
-    """Overwrite x with z = φ(γ·(x − mean)·invstd + β)."""
+    """Overwrite x with z = φ(γ·(x − mean)·invstd + β [+ r])."""
     with _on(x):
-        _transform_(x, mean, invstd, weight, bias, None, floor, phi, a)
+        _transform_(x, mean, invstd, weight, bias, None, floor, phi, a, residual)
 
 
 def normalize_batch_(
@@ -469,6 +472,7 @@ def normalize_batch_(
     floor: float,
     phi: Activation,
     a: float,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Overwrite x with z from the batch's own statistics, move the running ones, return invstd."""
     tracked, dense = num_batches_tracked, None
@@ -479,21 +483,23 @@ def normalize_batch_(
     with _on(x):
         invstd = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
         means, variances = dense or (invstd, invstd)
-        tensors = [x, _vector(weight, invstd), _vector(bias, invstd), invstd, means, variances]
+        r = x if residual is None else _as(residual, x)
+        tensors = [x, r, _vector(weight, invstd), _vector(bias, invstd), invstd, means, variances]
         key = (
-            "forward", x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, phi.name,
+            "forward", x.shape, x.stride(), x.dtype, x.device, (x.data_ptr() | r.data_ptr()) % 16, residual is None, phi.name,
             _kind(weight), _kind(bias), _kind(running_mean), _kind(running_var), _kind(tracked), momentum is None,
         )  # fmt: skip
         if not _fused(
-            device.forward_kernel, key, 1, [*tensors, invstd if tracked is None else tracked],
+            device.forward_kernel, key, 2, 1, [*tensors, invstd if tracked is None else tracked],
             (momentum or 0.0, eps, floor, a),
             {
                 "TRACK": dense is not None, "CUMULATIVE": momentum is None, "COUNTED": tracked is not None,
-                "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "PHI": compiled(phi)[0],
+                "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
+                "RESIDUAL": residual is not None, "PHI": compiled(phi)[0],
             },
         ):  # fmt: skip
             mean, _, invstd = _moments(x, eps, dense, tracked, momentum)
-            _transform_(x, mean, invstd, weight, bias, tracked, floor, phi, a)
+            _transform_(x, mean, invstd, weight, bias, tracked, floor, phi, a, r if residual is not None else None)
         if dense is None:
             return invstd
         assert running_mean is not None and running_var is not None
@@ -515,20 +521,21 @@ def sums(
     phi: Activation,
     a: float,
     variant: str,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """∑ dy (which is dβ) and ∑ dy·x̂ (which is dγ) of every channel."""
     sum_dy, sum_dy_xhat = torch.empty(2, z.shape[1], dtype=torch.float32, device=z.device)
     _, inverse, backward = compiled(phi)
     with _on(z):
-        dz = _as(dz, z)
-        c = cut(*_cut_key(z, dz))
+        dz, r = _as(dz, z), z if residual is None else _as(residual, z)
+        c = cut(*_cut_key(z, dz, r))
         t = crew(c, card(z.device))
         counters, partial = _room(z, c, t)
         device.sums_kernel[(c.slabs * t.S,)](
-            dz, z, _vector(weight, sum_dy), _vector(bias, sum_dy), sum_dy, sum_dy_xhat, partial, counters,
+            dz, z, r, _vector(weight, sum_dy), _vector(bias, sum_dy), sum_dy, sum_dy_xhat, partial, counters,
             *_place(z, c), t.chunks, t.per, t.S, floor, a,
-            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, INVERSE=inverse, BACKWARD=backward,
-            VARIANT_I=variant == "I", **c.constants, BS=_block(c, t), num_warps=WARPS,
+            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, RESIDUAL=residual is not None,
+            INVERSE=inverse, BACKWARD=backward, VARIANT_I=variant == "I", **c.constants, BS=_block(c, t), num_warps=WARPS,
         )  # fmt: skip
     return sum_dy, sum_dy_xhat
 
@@ -546,21 +553,24 @@ def input_grad(
     phi: Activation,
     a: float,
     variant: str,
+    residual: Tensor | None = None,
+    dr: Tensor | None = None,
 ) -> Tensor:
     """dx, in a new buffer laid out as z. Sums of None mean fixed statistics, and then dx = γ·invstd·dy."""
     dx = _like(z)
     _, inverse, backward = compiled(phi)
     with _on(z):
-        dz = _as(dz, z)
-        c = cut(*_cut_key(z, dz))
+        dz, r = _as(dz, z), z if residual is None else _as(residual, z)
+        c = cut(*_cut_key(z, dz, r, dx if dr is None else dr))
         t = crew(c, card(z.device))
         constants = {name: v for name, v in c.constants.items() if name != "U"}
         device.input_grad_kernel[(c.slabs * t.S,)](
-            dz, z, dx, _vector(weight, invstd), _vector(bias, invstd), invstd.contiguous(),
+            dz, z, r, dx, dx if dr is None else dr, _vector(weight, invstd), _vector(bias, invstd), invstd.contiguous(),
             _vector(sum_dy, invstd), _vector(sum_dy_xhat, invstd),
             *_place(z, c), t.chunks, t.per, t.S, float(max(count, 1)), floor, a,
-            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, INVERSE=inverse, BACKWARD=backward,
-            FIXED=sum_dy is None, VARIANT_I=variant == "I", **constants, num_warps=WARPS,
+            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, RESIDUAL=residual is not None,
+            NEED_R=dr is not None, INVERSE=inverse, BACKWARD=backward, FIXED=sum_dy is None, VARIANT_I=variant == "I",
+            **constants, num_warps=WARPS,
         )  # fmt: skip
     return dx
 
@@ -587,20 +597,23 @@ def input_grad_batch(
     phi: Activation,
     a: float,
     variant: str,
+    residual: Tensor | None = None,
+    dr: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dγ, dβ of a local batch."""
     with _on(z):
-        dz = _as(dz, z)
+        dz, r = _as(dz, z), None if residual is None else _as(residual, z)
+        aligned = (z.data_ptr() | dz.data_ptr() | (0 if r is None else r.data_ptr())) % 16
         key = (
-            "backward", z.shape, z.stride(), z.dtype, z.device, (z.data_ptr() | dz.data_ptr()) % 16, phi.name,
+            "backward", z.shape, z.stride(), z.dtype, z.device, aligned, residual is None, dr is None, phi.name,
             _kind(weight), _kind(bias), variant,
         )  # fmt: skip
-        together = _input_grad_together(key, dz, z, weight, bias, invstd, floor, phi, a, variant)
+        together = _input_grad_together(key, dz, z, weight, bias, invstd, floor, phi, a, variant, r, dr)
     if together is not None:
         return together
-    rest = (floor, phi, a, variant)
+    rest = (floor, phi, a, variant, r)
     sum_dy, sum_dy_xhat = sums(dz, z, weight, bias, *rest)
-    dx = input_grad(dz, z, weight, bias, invstd, sum_dy, sum_dy_xhat, z.numel() // z.shape[1], *rest)
+    dx = input_grad(dz, z, weight, bias, invstd, sum_dy, sum_dy_xhat, z.numel() // z.shape[1], *rest, dr)
     return dx, sum_dy_xhat, sum_dy
 
 
@@ -615,6 +628,8 @@ def _input_grad_together(
     phi: Activation,
     a: float,
     variant: str,
+    residual: Tensor | None,
+    dr: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """dx, dγ, dβ in one launch; None, and no buffer left behind, where that takes two."""
     if key in _LAUNCHES and _LAUNCHES[key] is None:
@@ -622,10 +637,15 @@ def _input_grad_together(
     dx, sum_dy, sum_dy_xhat = _like(z), torch.empty_like(invstd), torch.empty_like(invstd)
     _, inverse, backward = compiled(phi)
     ran = _fused(
-        device.backward_kernel, key, 3,
-        [dz, z, dx, _vector(weight, invstd), _vector(bias, invstd), invstd, sum_dy, sum_dy_xhat], (floor, a),
+        device.backward_kernel, key, 5, 2 if residual is None else 3,
+        [
+            dz, z, z if residual is None else residual, dx, dx if dr is None else dr,
+            _vector(weight, invstd), _vector(bias, invstd), invstd, sum_dy, sum_dy_xhat,
+        ],
+        (floor, a),
         {
             "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
+            "RESIDUAL": residual is not None, "NEED_R": dr is not None,
             "INVERSE": inverse, "BACKWARD": backward, "VARIANT_I": variant == "I",
         },
     )  # fmt: skip

@@ -234,11 +234,12 @@ def moments_from(k, first, second, m):
 
 @triton.jit
 def transform(
-    x_ptr, mean, scale, beta, a, slab, member, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
-    PHI: tl.constexpr, INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr,
+    x_ptr, r_ptr, mean, scale, beta, a, slab, member, chunks, per,
+    rows, channels, pixels, row_stride, channel_stride, across,
+    RESIDUAL: tl.constexpr, PHI: tl.constexpr, INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """z = φ((x − mean)·scale + β) over a member's share of x, last tile first: that was read last."""
+    """z = φ((x − mean)·scale + β [+ r]) over a member's share of x, last tile first: that was read last."""
     offsets, position, limit, tiles, step = walk(
         slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, V, EDGES
     )
@@ -248,23 +249,32 @@ def transform(
     for i in tl.range(tiles, num_stages=STAGES):
         t = tiles - 1 - i
         inside = is_inside(t, position, limit, slab, channels, INNER, BR, BC, V, WHOLE)
-        at = x_ptr + (offsets + t * step)
-        x = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        z = PHI((x - mean) * scale + beta, a)
-        tl.store(at, z.to(x_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+        at = offsets + t * step
+        x = tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        y = (x - mean) * scale + beta
+        if RESIDUAL:
+            y += tl.load(r_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        tl.store(x_ptr + at, PHI(y, a).to(x_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
     if EDGES:
         # The first of a block looks after its edges.
         if member % chunks == 0:
             edge, there = edges_at(slab, member // chunks, rows, pixels, row_stride, channel_stride, BR, V)
             e = (tl.load(x_ptr + edge, mask=there, other=0.0).to(tl.float32) - mean) * scale + beta
+            if RESIDUAL:
+                e += tl.load(r_ptr + edge, mask=there, other=0.0).to(tl.float32)
             tl.store(x_ptr + edge, PHI(e, a).to(x_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def recovered(z, dz, gamma, beta, a, INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr):
-    """dy, and x̂ = (y − β)/γ (I) or y − β (II)."""
+def recovered(
+    at, inside, z, dz, r_ptr, gamma, beta, a,
+    RESIDUAL: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
+):  # fmt: skip
+    """dy, and x̂ = (y − β)/γ (I) or y − β (II), with y = φ⁻¹(z) [− r]."""
     z = z.to(tl.float32)
     centred = INVERSE(z, a) - beta
+    if RESIDUAL:
+        centred -= tl.load(r_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if VARIANT_I:
         centred = centred / gamma
     return BACKWARD(dz.to(tl.float32), z, a), centred
@@ -272,9 +282,9 @@ def recovered(z, dz, gamma, beta, a, INVERSE: tl.constexpr, BACKWARD: tl.constex
 
 @triton.jit
 def add_gradients(
-    dz_ptr, z_ptr, gamma, beta, a, slab, member, chunks, per,
+    dz_ptr, z_ptr, r_ptr, gamma, beta, a, slab, member, chunks, per,
     rows, channels, pixels, row_stride, channel_stride, across,
-    INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
+    RESIDUAL: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -292,7 +302,9 @@ def add_gradients(
         z = tl.load(z_ptr + at, mask=inside, other=0.0, eviction_policy="evict_last")
         # dz = 0 outside, and with it dy.
         dz = tl.load(dz_ptr + at, mask=inside, other=0.0, eviction_policy="evict_last")
-        dy, centred = recovered(z, dz, gamma, beta, a, INVERSE, BACKWARD, VARIANT_I)
+        dy, centred = recovered(
+            at, inside, z, dz, r_ptr, gamma, beta, a, RESIDUAL, INVERSE, BACKWARD, VARIANT_I
+        )  # fmt: skip
         one += by_line(dy, INNER, BR, BC, U)
         other += by_line(dy * centred, INNER, BR, BC, U)
     one, other = over_lines(one, other, INNER)
@@ -302,7 +314,9 @@ def add_gradients(
             edge, there = edges_at(slab, member // chunks, rows, pixels, row_stride, channel_stride, BR, V)
             e_z = tl.load(z_ptr + edge, mask=there, other=0.0)
             e_dz = tl.load(dz_ptr + edge, mask=there, other=0.0)
-            e_dy, e_centred = recovered(e_z, e_dz, gamma, beta, a, INVERSE, BACKWARD, VARIANT_I)
+            e_dy, e_centred = recovered(
+                edge, there, e_z, e_dz, r_ptr, gamma, beta, a, RESIDUAL, INVERSE, BACKWARD, VARIANT_I
+            )  # fmt: skip
             one += tl.sum(tl.sum(e_dy, 1), 0)
             other += tl.sum(tl.sum(e_dy * e_centred, 1), 0)
     return one, other
@@ -310,13 +324,14 @@ def add_gradients(
 
 @triton.jit
 def gradient(
-    dz_ptr, z_ptr, dx_ptr, gamma, beta, scale, slope, constant, a, slab, member, chunks, per,
+    dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, gamma, beta, scale, slope, constant, a, slab, member, chunks, per,
     rows, channels, pixels, row_stride, channel_stride, across,
+    RESIDUAL: tl.constexpr, NEED_R: tl.constexpr,
     INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr, FIXED: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx = scale·dy + slope·(x̂ or y − β) + constant over a member's share, last tile first."""
+    """dx = scale·dy + slope·(x̂ or y − β) + constant over a member's share, last tile first; and dr = dy if needed."""
     offsets, position, limit, tiles, step = walk(
         slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, V, EDGES
     )
@@ -331,18 +346,26 @@ def gradient(
         at = offsets + t * step
         z = tl.load(z_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
         dz = tl.load(dz_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
-        dy, centred = recovered(z, dz, gamma, beta, a, INVERSE, BACKWARD, VARIANT_I)
+        dy, centred = recovered(
+            at, inside, z, dz, r_ptr, gamma, beta, a, RESIDUAL, INVERSE, BACKWARD, VARIANT_I
+        )  # fmt: skip
         dx = dy * scale if FIXED else dy * scale + (centred * slope + constant)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+        if NEED_R:
+            tl.store(dr_ptr + at, dy.to(dr_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
     if EDGES:
         # The first of a block looks after its edges.
         if member % chunks == 0:
             edge, there = edges_at(slab, member // chunks, rows, pixels, row_stride, channel_stride, BR, V)
             e_z = tl.load(z_ptr + edge, mask=there, other=0.0)
             e_dz = tl.load(dz_ptr + edge, mask=there, other=0.0)
-            e_dy, e_centred = recovered(e_z, e_dz, gamma, beta, a, INVERSE, BACKWARD, VARIANT_I)
+            e_dy, e_centred = recovered(
+                edge, there, e_z, e_dz, r_ptr, gamma, beta, a, RESIDUAL, INVERSE, BACKWARD, VARIANT_I
+            )  # fmt: skip
             e_dx = e_dy * scale if FIXED else e_dy * scale + (e_centred * slope + constant)
             tl.store(dx_ptr + edge, e_dx.to(dx_ptr.dtype.element_ty), mask=there)
+            if NEED_R:
+                tl.store(dr_ptr + edge, e_dy.to(dr_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -448,18 +471,18 @@ def finish(sync_ptr, tracked_ptr, epoch, rounds, COUNTED: tl.constexpr, SHARED: 
 
 @triton.jit
 def forward_kernel(
-    x_ptr, weight_ptr, bias_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, tracked_ptr, words_ptr, sync_ptr,
+    x_ptr, r_ptr, weight_ptr, bias_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, tracked_ptr, words_ptr, sync_ptr,
     rows, channels, pixels, row_stride, channel_stride, across, chunks, per, slabs, S, G, m, momentum, eps, floor, a,
     TRACK: tl.constexpr, CUMULATIVE: tl.constexpr, COUNTED: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, PHI: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PHI: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
     SHARED: tl.constexpr, MW: tl.constexpr, BS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """z = φ(γ·(x − mean)·invstd + β) over x, from x's own statistics; running ← running + momentum·(batch − running).
+    """z = φ(γ·(x − mean)·invstd + β [+ r]) over x, from x's own statistics; running ← running + momentum·(batch − running).
 
     Grid: G groups of S members, all resident at once where they share a slab; a group works on slabs g, g + G, …. Bytes: x read
-    and written once; its second reading is served by the L2 cache.
+    and written once, r read once; the second reading of x is served by the L2 cache.
     """
     group = tl.program_id(0) // S
     member = tl.program_id(0) % S
@@ -492,25 +515,26 @@ def forward_kernel(
             # While there is something else to do.
             ahead = sample(x_ptr, c + G * W, c + G * W < channels, rows, pixels, row_stride, channel_stride)
             transform(
-                x_ptr, mean, scale, shifted_by(bias_ptr, c, known, HAS_BIAS, W), a, slab, member, chunks, per,
-                rows, channels, pixels, row_stride, channel_stride, across, PHI, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
+                x_ptr, r_ptr, mean, scale, shifted_by(bias_ptr, c, known, HAS_BIAS, W), a, slab, member, chunks, per,
+                rows, channels, pixels, row_stride, channel_stride, across,
+                RESIDUAL, PHI, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
             )  # fmt: skip
     finish(sync_ptr, tracked_ptr, epoch, rounds, COUNTED, SHARED)
 
 
 @triton.jit
 def backward_kernel(
-    dz_ptr, z_ptr, dx_ptr, weight_ptr, bias_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr, words_ptr, sync_ptr,
+    dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, weight_ptr, bias_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr, words_ptr, sync_ptr,
     rows, channels, pixels, row_stride, channel_stride, across, chunks, per, slabs, S, G, m, floor, a,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr,
-    VARIANT_I: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NEED_R: tl.constexpr,
+    INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
     SHARED: tl.constexpr, MW: tl.constexpr, BS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """∑ dy, ∑ dy·x̂, and dx from them: as :func:`gradient`, with γ·invstd, −γ·invstd/m·(∑dy·x̂ and ∑dy).
 
-    Grid and rounds as in forward_kernel. Bytes: z and dz read once, dx written once.
+    Grid and rounds as in forward_kernel. Bytes: z, dz and r read once, dx and dr written once.
     """
     group = tl.program_id(0) // S
     member = tl.program_id(0) % S
@@ -524,9 +548,9 @@ def backward_kernel(
             gamma = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, W)
             beta = shifted_by(bias_ptr, c, known, HAS_BIAS, W)
             one, other = add_gradients(
-                dz_ptr, z_ptr, gamma, beta, a, slab, member, chunks, per,
+                dz_ptr, z_ptr, r_ptr, gamma, beta, a, slab, member, chunks, per,
                 rows, channels, pixels, row_stride, channel_stride, across,
-                INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
+                RESIDUAL, INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
             )  # fmt: skip
             if SHARED:
                 one, other = exchange(one, other, words_ptr, group, member, S, n, epoch, S * G, W, MW, BS, THREADS)
@@ -540,9 +564,9 @@ def backward_kernel(
             if not VARIANT_I:
                 slope = slope / gamma
             gradient(
-                dz_ptr, z_ptr, dx_ptr, gamma, beta, scale, slope, -scale * one / m, a, slab, member, chunks, per,
-                rows, channels, pixels, row_stride, channel_stride, across,
-                INVERSE, BACKWARD, VARIANT_I, False, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
+                dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, gamma, beta, scale, slope, -scale * one / m, a,
+                slab, member, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
+                RESIDUAL, NEED_R, INVERSE, BACKWARD, VARIANT_I, False, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
             )  # fmt: skip
     finish(sync_ptr, sync_ptr, epoch, rounds, False, SHARED)
 
@@ -619,15 +643,15 @@ def moments_kernel(
 
 @triton.jit
 def transform_kernel(
-    x_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, tracked_ptr,
+    x_ptr, r_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, tracked_ptr,
     rows, channels, pixels, row_stride, channel_stride, across, chunks, per, S, floor, a,
-    COUNTED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, PHI: tl.constexpr,
+    COUNTED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PHI: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """z = φ(γ·(x − mean)·invstd + β), over x; num_batches_tracked ← num_batches_tracked + 1.
+    """z = φ(γ·(x − mean)·invstd + β [+ r]), over x; num_batches_tracked ← num_batches_tracked + 1.
 
-    Grid: slabs·S, backwards: what moments_kernel read last may still be cached. Bytes: x read and written once.
+    Grid: slabs·S, backwards: what moments_kernel read last may still be cached. Bytes: x read and written once, r read.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     slabs = tl.num_programs(0) // S
@@ -637,9 +661,9 @@ def transform_kernel(
     mean = tl.load(mean_ptr + c, mask=known, other=0.0).to(tl.float32)
     invstd = tl.load(invstd_ptr + c, mask=known, other=0.0).to(tl.float32)
     transform(
-        x_ptr, mean, guarded(weight_ptr, c, known, floor, HAS_WEIGHT, W) * invstd,
+        x_ptr, r_ptr, mean, guarded(weight_ptr, c, known, floor, HAS_WEIGHT, W) * invstd,
         shifted_by(bias_ptr, c, known, HAS_BIAS, W), a, slab, program // slabs, chunks, per,
-        rows, channels, pixels, row_stride, channel_stride, across, PHI, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
+        rows, channels, pixels, row_stride, channel_stride, across, RESIDUAL, PHI, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
     )  # fmt: skip
     if COUNTED and program == 0:
         tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
@@ -647,16 +671,16 @@ def transform_kernel(
 
 @triton.jit
 def sums_kernel(
-    dz_ptr, z_ptr, weight_ptr, bias_ptr, sum_dy_ptr, sum_dy_xhat_ptr, partial_ptr, count_ptr,
+    dz_ptr, z_ptr, r_ptr, weight_ptr, bias_ptr, sum_dy_ptr, sum_dy_xhat_ptr, partial_ptr, count_ptr,
     rows, channels, pixels, row_stride, channel_stride, across, chunks, per, S, floor, a,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr,
-    VARIANT_I: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """∑ dy and ∑ dy·x̂, with dy = φ′·dz; x̂ = (y − β)/γ per element (I) or once per channel (II).
 
-    Grid: slabs·S, added up as in moments_kernel. Bytes: z and dz read once.
+    Grid: slabs·S, added up as in moments_kernel. Bytes: z, dz and r read once.
     """
     slabs = tl.num_programs(0) // S
     slab = tl.program_id(0) % slabs
@@ -665,9 +689,9 @@ def sums_kernel(
     known = c < channels
     gamma = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, W)
     one, other = add_gradients(
-        dz_ptr, z_ptr, gamma, shifted_by(bias_ptr, c, known, HAS_BIAS, W), a, slab, member, chunks, per,
+        dz_ptr, z_ptr, r_ptr, gamma, shifted_by(bias_ptr, c, known, HAS_BIAS, W), a, slab, member, chunks, per,
         rows, channels, pixels, row_stride, channel_stride, across,
-        INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
+        RESIDUAL, INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
     )  # fmt: skip
     publish(one, other, partial_ptr, slab, member, S, W)
     if is_last(count_ptr + slab, S):
@@ -680,16 +704,16 @@ def sums_kernel(
 
 @triton.jit
 def input_grad_kernel(
-    dz_ptr, z_ptr, dx_ptr, weight_ptr, bias_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr,
+    dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, weight_ptr, bias_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr,
     rows, channels, pixels, row_stride, channel_stride, across, chunks, per, S, m, floor, a,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr,
-    FIXED: tl.constexpr, VARIANT_I: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NEED_R: tl.constexpr,
+    INVERSE: tl.constexpr, BACKWARD: tl.constexpr, FIXED: tl.constexpr, VARIANT_I: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx = a·dy + b·(y − β) + c (II), (dy − x̂·dγ/m − dβ/m)·γ·invstd (I), γ·invstd·dy with fixed statistics.
 
-    Grid: slabs·S, backwards as in transform_kernel. Bytes: z and dz read once, dx written once.
+    Grid: slabs·S, backwards as in transform_kernel. Bytes: z, dz and r read once, dx and dr written once.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     slabs = tl.num_programs(0) // S
@@ -706,7 +730,7 @@ def input_grad_kernel(
         if not VARIANT_I:
             slope = slope / gamma
     gradient(
-        dz_ptr, z_ptr, dx_ptr, gamma, shifted_by(bias_ptr, c, known, HAS_BIAS, W), scale, slope, constant, a,
+        dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, gamma, shifted_by(bias_ptr, c, known, HAS_BIAS, W), scale, slope, constant, a,
         slab, program // slabs, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
-        INVERSE, BACKWARD, VARIANT_I, FIXED, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
+        RESIDUAL, NEED_R, INVERSE, BACKWARD, VARIANT_I, FIXED, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
     )  # fmt: skip

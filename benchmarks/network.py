@@ -1,0 +1,138 @@
+"""Training steps of whole networks on a GPU: images per second and peak memory, each candidate in a process of its own.
+
+    python benchmarks/network.py [--net resnet50] [--batch 256] [--steps 20] [--rounds 2] [--out benchmarks/results]
+
+bfloat16 by autocast, channels_last, SGD with momentum, random images of 224 by 224. The standard network has batch norm, in-place
+ReLU and sum as torch's own steps; ours has the sum inside of the layer and leaky ReLU. "budget 0.99" is torch.compile told to keep
+less (``torch._functorch.config.activation_memory_budget``). Candidates take turns, round after round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inplace_abn import ABN, InPlaceABN, models
+
+COLUMNS = ["net", "batch", "candidate", "images_per_second", "p10", "p90", "peak_gib", "static_gib", "rounds", "steps"]
+COLUMNS += ["gpu", "torch", "triton"]
+CANDIDATES = ("standard", "compile", "compile, budget 0.99", "in place", "in place, compile")
+
+
+class Standard(ABN):
+    """Batch norm, sum and in-place ReLU as torch has them, and nothing else."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = F.batch_norm(
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            self.momentum or 0.0,
+            self.eps,
+        )
+        if residual is not None:
+            y += residual
+        return F.relu_(y) if self.activation == "relu" else y
+
+
+def build(net: str, candidate: str) -> nn.Module:
+    norm_act = functools.partial(Standard, activation="relu") if "in place" not in candidate else InPlaceABN
+    torch.manual_seed(0)
+    model: nn.Module = getattr(models, net)(norm_act=norm_act)
+    return model.cuda().to(memory_format=torch.channels_last)
+
+
+def measure(net: str, batch: int, candidate: str, steps: int) -> dict[str, object]:
+    """Seconds of every step and the peak of memory, after a few steps to warm up."""
+    torch.backends.cudnn.benchmark = True
+    model = build(net, candidate)
+    if "budget" in candidate:
+        torch._functorch.config.activation_memory_budget = 0.99
+    call = torch.compile(model) if "compile" in candidate else model
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    x = torch.randn(batch, 3, 224, 224, device="cuda").contiguous(memory_format=torch.channels_last)
+    y = torch.randint(0, 1000, (batch,), device="cuda")
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = F.cross_entropy(call(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(5):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    static = torch.cuda.memory_allocated()
+    seconds = []
+    # Several steps at a time: the host is to run ahead, as it does in training.
+    for _ in range(max(1, steps // 5)):
+        began = time.perf_counter()
+        for _ in range(5):
+            step()
+        torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - began) / 5)
+    return {"seconds": seconds, "peak": torch.cuda.max_memory_allocated(), "static": static}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--net", default="resnet50")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.only:
+        print(json.dumps(measure(given.net, given.batch, given.only, given.steps)))
+        return
+    results: dict[str, list[dict[str, object]]] = {name: [] for name in CANDIDATES}
+    for _ in range(given.rounds):
+        for name in CANDIDATES:
+            options = ["--net", given.net, "--batch", str(given.batch), "--steps", str(given.steps), "--only", name]
+            done = subprocess.run([sys.executable, __file__, *options], capture_output=True, text=True, timeout=300)
+            if done.returncode:
+                print(f"{name}: {done.stderr[-2000:]}", file=sys.stderr)
+                continue
+            results[name].append(json.loads(done.stdout.splitlines()[-1]))
+            print(name, f"{given.batch / statistics.median(results[name][-1]['seconds']):.0f} images/s", flush=True)
+    import triton
+
+    card = torch.cuda.get_device_name().replace("NVIDIA ", "").replace(" ", "-")
+    path = given.out / f"network-{card}-torch{torch.__version__.split('+')[0]}-triton{triton.__version__}.csv"
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(COLUMNS)
+        for name, runs in results.items():
+            if not runs:
+                continue
+            speeds = [given.batch / s for run in runs for s in run["seconds"]]
+            deciles = statistics.quantiles(speeds, n=10) if len(speeds) > 1 else speeds * 9
+            gib = [max(run[k] for run in runs) / 2**30 for k in ("peak", "static")]
+            figures = [f"{v:.0f}" for v in (statistics.median(speeds), deciles[0], deciles[-1])] + [
+                f"{v:.2f}" for v in gib
+            ]
+            row = [given.net, given.batch, name, *figures, given.rounds, given.steps]
+            rows.writerow([*row, card, torch.__version__, triton.__version__])
+            print(*row)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""z = φ(BN(x) + r) over x: the same function and gradients as three plain steps, r only read, one map kept beside it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import worlds
+from bounds import ulp
+from inplace_abn import ABN, ACTIVATIONS, InPlaceABN, InPlaceABNSync, inplace_abn, saved_bytes
+from layouts import LAYOUTS
+
+C = 5
+SHAPE = (4, C, 6, 7)
+INVERTIBLE = [name for name, phi in ACTIVATIONS.items() if phi.inverse is not None]
+
+
+def draw(seed, shape=SHAPE, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def layers(kind=InPlaceABN, dtype=torch.float64, **options):
+    """The layer, and its plain twin."""
+    pair = kind(C, **options), ABN(C, **{k: v for k, v in options.items() if k != "variant"})
+    for layer in pair:
+        layer.to(dtype)
+        with torch.no_grad():
+            layer.weight.copy_(torch.linspace(-1.5, 1.4, C))
+            layer.bias.copy_(torch.linspace(-0.5, 0.5, C))
+    return pair
+
+
+def step(layer, x, r, dz):
+    x, r = x.clone().requires_grad_(), r.clone().requires_grad_()
+    z = layer(x * 1, residual=r * 1)
+    return [z.detach(), *torch.autograd.grad(z, [x, r, *layer.parameters()], dz), *layer.buffers()]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "gap", "transposed"])
+@pytest.mark.parametrize("variant", ["I", "II"])
+@pytest.mark.parametrize("training", [True, False])
+def test_equals_three_plain_steps(layout, variant, training):
+    ours, plain = (layer.train(training) for layer in layers(variant=variant))
+    base, view = LAYOUTS[layout](draw(0))
+    for got, want in zip(
+        step(ours, view(base), draw(1), draw(2)), step(plain, view(base), draw(1), draw(2)), strict=True
+    ):
+        assert (got - want).abs().max() <= 1e-10 * (1 + want.abs().max())
+
+
+@pytest.mark.parametrize("name", INVERTIBLE)
+def test_activations(name):
+    for got, want in zip(
+        *(step(layer, draw(0), draw(1), draw(2)) for layer in layers(activation=name, activation_param=1.0)),
+        strict=True,
+    ):
+        assert (got - want).abs().max() <= 1e-9 * (1 + want.abs().max())
+
+
+@pytest.mark.parametrize("variant", ["I", "II"])
+def test_gradcheck(variant):
+    x, r = draw(0, (3, 2, 3, 2)).requires_grad_(), draw(1, (3, 2, 3, 2)).requires_grad_()
+    weight, bias = (t.clone().requires_grad_() for t in torch.tensor([[0.7, -1.2], [0.3, -0.1]], dtype=torch.float64))
+
+    def call(x, r, weight, bias):
+        return inplace_abn(
+            x * 1, weight, bias, None, None, activation="elu", activation_param=1.0, variant=variant, residual=r * 1
+        )
+
+    assert torch.autograd.gradcheck(call, (x, r, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(16, C, 20, 20), (2, C, 1100, 1100)], ids=["small", "several tiles"])
+def test_error_is_that_of_plain_torch(dtype, shape):
+    """z and dr to the truth; dx and dγ to the float64 layer given the same stored z, as everywhere."""
+    x, r, dz = (draw(i, shape, dtype) for i in range(3))
+    ours, plain = (layer.float() for layer in layers())
+    exact = copy.deepcopy(plain).double()
+    truth = step(exact, x.double(), r.double(), dz.double())
+    got, near = step(ours, x, r, dz), step(plain, x, r, dz)
+    for i in (0, 2):
+        error, allowed = ((v[i].double() - truth[i]).norm() for v in (got, near))
+        assert error <= 2 * allowed + ulp(dtype) * truth[i].norm()
+
+
+def test_r_is_only_read_and_x_overwritten():
+    layer, _ = layers()
+    h, r = draw(0).requires_grad_() * 1, draw(1)
+    before = r.clone()
+    z = layer(h, residual=r)
+    assert z is h
+    z.sum().backward()
+    assert torch.equal(r, before)
+
+
+def test_the_same_tensor_twice():
+    ours, plain = layers()
+    results = []
+    for layer in (ours, plain):
+        leaf = draw(0).requires_grad_()
+        h = leaf * 1
+        z = layer(h, residual=h)
+        results.append([z.detach(), torch.autograd.grad(z, leaf, draw(2))[0]])
+    assert all(torch.allclose(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_gradients_of_r_alone():
+    gradients = []
+    for layer in layers():
+        r = draw(1).requires_grad_()
+        gradients += torch.autograd.grad(layer.requires_grad_(False)(draw(0), residual=r), [r], draw(2))
+    assert torch.allclose(*gradients)
+
+
+def test_a_changed_residual_raises():
+    layer, _ = layers()
+    r = draw(1)
+    z = layer(draw(0).requires_grad_() * 1, residual=r)
+    r += 1
+    with pytest.raises(RuntimeError, match="residual"):
+        z.sum().backward()
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written():
+    layer, _ = layers()
+    x = draw(0).requires_grad_() * 1
+    before = x.detach().clone()
+    with pytest.raises(ValueError, match="same"):
+        layer(x, residual=draw(1, (4, C, 1, 1)))
+    assert torch.equal(x, before) and layer.num_batches_tracked == 0
+
+
+def test_another_dtype_is_cast():
+    layer, _ = layers(dtype=torch.float32)
+    x, r = draw(0, dtype=torch.bfloat16), draw(1, dtype=torch.float32).requires_grad_()
+    z = layer(x.requires_grad_() * 1, residual=r)
+    assert z.dtype == torch.bfloat16
+    z.sum().backward()
+    assert r.grad.dtype == torch.float32 and torch.equal(z, layer.train()(x * 1, residual=r.bfloat16()))
+
+
+@pytest.mark.parametrize("name", ["relu", "leaky_relu"])
+def test_relu_is_exact(name):
+    with pytest.warns(UserWarning, match="no inverse"):
+        ours, plain = layers(activation=name, activation_param=0.0)
+        for got, want in zip(*(step(layer, draw(0), draw(1), draw(2)) for layer in (ours, plain)), strict=True):
+            assert torch.allclose(got, want)
+
+
+class Block(nn.Module):
+    """A bottleneck with its activation behind the sum."""
+
+    def __init__(self, channels, norm):
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(3)])
+        self.norms = nn.ModuleList([norm(channels) for _ in range(3)])
+
+    def forward(self, x):
+        h = self.norms[0](self.convs[0](x))
+        h = self.norms[1](self.convs[1](h))
+        return self.norms[2](self.convs[2](h), residual=x)
+
+
+def test_a_block_keeps_one_map_per_convolution():
+    x = torch.randn(2, 8, 32, 32)
+    kept = {}
+    for norm in (InPlaceABN, ABN):
+        torch.manual_seed(0)
+        net = nn.Sequential(*[Block(8, norm) for _ in range(4)])
+        kept[norm] = saved_bytes(net, x).total
+    # The input, and 12 maps; the plain ones keep two each.
+    assert kept[InPlaceABN] <= 13 * x.nbytes + 10_000
+    assert kept[ABN] >= 24 * x.nbytes
+
+
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_compiled(backend):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Block(8, InPlaceABN) for _ in range(2)])
+    twin = copy.deepcopy(net)
+    call = torch.compile(net, fullgraph=True, backend=backend)
+    x = torch.randn(2, 8, 9, 9)
+    results = [torch.autograd.grad(f(x).square().mean(), list(m.parameters())) for f, m in ((call, net), (twin, twin))]
+    for got, want in zip(*results, strict=True):
+        assert (got - want).abs().max() <= 1e-5 * (1 + want.abs().max())
+
+
+def ranked(rank, world):
+    layer, _ = layers(InPlaceABNSync, dtype=torch.float64)
+    shape = (2 + rank, C, 3, 3)
+    return [t.clone() for t in step(layer, draw(10 + rank, shape), draw(20 + rank, shape), draw(30 + rank, shape))]
+
+
+def test_synchronised():
+    got = worlds.run(2, ranked)
+    _, plain = layers()
+    whole = [torch.cat([draw(seed + rank, (2 + rank, C, 3, 3)) for rank in range(2)]) for seed in (10, 20, 30)]
+    want = step(plain, *whole)
+    for i in range(3):
+        assert torch.allclose(torch.cat([g[i] for g in got]), want[i], rtol=1e-10)
+    for i in (3, 4):
+        assert torch.allclose(got[0][i] + got[1][i], want[i], rtol=1e-10)
+    assert all(torch.allclose(got[0][i], want[i], rtol=1e-10) for i in (5, 6))

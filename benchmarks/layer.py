@@ -194,7 +194,7 @@ def empty_launches() -> dict[str, Callable[[], object]]:
 
     spare = torch.zeros(1, device="cuda")
     named = {"forward_kernel": "forward", "backward_kernel": "backward"}
-    launches = {named[k.kernel.__name__]: k for k in kernels._LAUNCHES.values() if k is not None}
+    launches = {named[k.kernel.__name__]: k for k in kernels._LAUNCHES.values() if k and k.kernel.__name__ in named}
     return {
         direction: lambda launch=launch: nothing[(launch.grid,)](spare, num_warps=kernels.WARPS)
         for direction, launch in launches.items()
@@ -241,6 +241,7 @@ def gpu(rounds: int, out: Path, share: str | None) -> Path | None:
         rows.writerow(GPU_COLUMNS)
         for case in gpu_cases():
             kernels._LAUNCHES.clear()
+            kernels._APART.clear()
             calls = gpu_calls(case)
             if size_of(case) <= 12 << 20:
                 for direction, call in empty_launches().items():

@@ -3,8 +3,8 @@
     python benchmarks/network.py [--net resnet50] [--batch 256] [--steps 20] [--rounds 2] [--out benchmarks/results]
 
 bfloat16 by autocast, channels_last, SGD with momentum, random images of 224 by 224. The standard network has batch norm, in-place
-ReLU and sum as torch's own steps; ours has the sum inside of the layer and leaky ReLU. "budget 0.99" is torch.compile told to keep
-less (``torch._functorch.config.activation_memory_budget``). Candidates take turns, round after round.
+ReLU and sum as torch's own steps; ours has the sum inside of the layer and leaky ReLU. "budget 0.99" is torch.compile told to
+keep less (``torch._functorch.config.activation_memory_budget``). Candidates take turns, round after round.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def measure(net: str, batch: int, candidate: str, steps: int) -> dict[str, objec
     torch.backends.cudnn.benchmark = True
     model = build(net, candidate)
     if "budget" in candidate:
-        torch._functorch.config.activation_memory_budget = 0.99
+        import torch._functorch.config as functorch
+
+        functorch.activation_memory_budget = 0.99
     call = torch.compile(model) if "compile" in candidate else model
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     x = torch.randn(batch, 3, 224, 224, device="cuda").contiguous(memory_format=torch.channels_last)

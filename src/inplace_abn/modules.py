@@ -117,20 +117,21 @@ class ABN(nn.Module):
 
     def _arguments(self) -> dict[str, Any]:
         """What the functions take beside x; batch statistics serve where there are no running ones."""
-        # Looked up once: a module's parameters and buffers are slow to find.
-        training, mean = self.training, self.running_mean
+        # A module's attributes are slow to find, so straight from where they are; a parametrized weight is a property.
+        parameters, buffers = self._parameters, self._buffers
+        training, mean = self.training, buffers["running_mean"]
         tracked = not training or self.track_running_stats
         return {
-            "weight": self.weight,
-            "bias": self.bias,
+            "weight": parameters["weight"] if "weight" in parameters else self.weight,  # noqa: SIM401
+            "bias": parameters["bias"] if "bias" in parameters else self.bias,  # noqa: SIM401
             "running_mean": mean if tracked else None,
-            "running_var": self.running_var if tracked else None,
+            "running_var": buffers["running_var"] if tracked else None,
             "training": training or mean is None,
             "momentum": self.momentum,
             "eps": self.eps,
             "activation": self.activation,
             "activation_param": self.activation_param,
-            "num_batches_tracked": self.num_batches_tracked,
+            "num_batches_tracked": buffers["num_batches_tracked"],
         }
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -83,11 +83,15 @@ class Team(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel with all that does not change from call to call; ``run`` starts it at once, given aligned pointers."""
+    """A kernel with all that does not change from call to call; ``run`` starts it at once, given aligned pointers.
+
+    ``words`` is what members of a team exchange, ``room`` the counters and partial results of a crew; 0 where there are none.
+    """
 
     kernel: Any
     grid: int
     words: int
+    room: tuple[int, int]
     numbers: tuple[int | float, ...]
     constants: dict[str, Any]
     options: dict[str, Any]
@@ -271,28 +275,8 @@ def _fresh_words(x: Tensor, many: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def _counters(where: torch.device, stream: int, slabs: int, floats: int) -> tuple[Tensor, Tensor]:
-    """Arrival counters, which every launch leaves at zero, and room for partial results; one per stream: launches may overlap."""
-    return torch.zeros(slabs, dtype=torch.int32, device=where), torch.empty(floats, dtype=torch.float32, device=where)
-
-
-def _room(x: Tensor, c: Cut, t: Team) -> tuple[Tensor, Tensor]:
-    # In powers of two, so that few sizes serve all layers.
-    sizes = triton.next_power_of_2(c.slabs), triton.next_power_of_2(c.slabs * t.S * 2 * c.constants["W"])
-    if _capturing(x):
-        return _counters.__wrapped__(x.device, 0, *sizes)
-    return _counters(x.device, _stream(x), *sizes)
-
-
-def _cut_key(x: Tensor, *others: Tensor) -> tuple[Any, ...]:
-    place = layout(x)
-    assert place is not None
-    return place, x.element_size(), not any(t.data_ptr() % 16 for t in (x, *others))
-
-
-def _place(x: Tensor, c: Cut) -> tuple[int, ...]:
-    place = layout(x)
-    assert place is not None
-    return place.rows, place.channels, place.pixels, place.row_stride, place.channel_stride, c.across
+    """Room for partial results, and arrival counters, which every launch leaves at zero; by stream: launches may overlap."""
+    return torch.empty(floats, dtype=torch.float32, device=where), torch.zeros(slabs, dtype=torch.int32, device=where)
 
 
 def _vector(v: Tensor | None, instead: Tensor) -> Tensor:
@@ -307,81 +291,95 @@ def _on(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
-def _block(c: Cut, t: Team) -> int:
-    """How many partial results the last member loads at once."""
-    return int(min(triton.next_power_of_2(t.S), max(1, TILE // c.constants["W"])))
-
-
 # By what a call looks like; None where the card cannot hold a team.
 _LAUNCHES: dict[tuple[Any, ...], Launch | None] = {}
 
 
-def _kind(v: Tensor | None) -> torch.dtype | None:
-    return None if v is None else v.dtype
-
-
-def _fused(
-    kernel: Any,
-    key: tuple[Any, ...],
-    maps: int,
-    twice: int,
-    tensors: list[Tensor],
-    floats: tuple[float, ...],
-    flags: dict[str, Any],
+def _launch(
+    kernel: Any, maps: int, twice: int, tensors: list[Tensor], floats: tuple[float, ...], flags: dict[str, Any]
 ) -> bool:
-    """Run one of the fused kernels, planned and compiled on the first call of its kind; False where the card cannot.
+    """Run a kernel, planned and compiled on the first call of its kind; False where the card cannot.
 
-    The first ``maps`` of the tensors are full-sized; so many of them as ``twice`` says are read twice, and to stay cached.
+    The first ``maps`` of the tensors are full-sized. ``twice`` says how many of these one launch reads twice, by a team, and is to
+    find in the cache the second time; 0 for the kernels whose members do not wait.
     """
     x = tensors[0]
+    pointers = [t.data_ptr() for t in tensors]
+    aligned = not any(p % 16 for p in pointers[:maps])
+    # All that a plan depends on, or that is compiled into a kernel. Functions by their identity: hashing one reads its source.
+    key = (id(kernel), x.shape, x.stride(), x.device, aligned, *[t.dtype for t in tensors], *map(id, flags.values()))
     # An integer would be compiled into the kernel, and stay there.
     floats = tuple(map(float, floats))
     if key not in _LAUNCHES:
-        _LAUNCHES[key] = _prepare(kernel, maps, twice, tensors, floats, flags)
+        _LAUNCHES[key] = _prepare(kernel, aligned, maps, twice, tensors, floats, flags)
     launch = _LAUNCHES[key]
     if launch is None:
         return False
-    tensors += _words(x, launch.words)
-    pointers = [t.data_ptr() for t in tensors]
+    more: tuple[Tensor, ...] = ()
+    if launch.words:
+        more = _words(x, launch.words)
+    elif launch.room[0]:
+        capturing = _capturing(x)
+        make = _counters.__wrapped__ if capturing else _counters
+        more = make(x.device, 0 if capturing else _stream(x), *launch.room)
+    pointers += [t.data_ptr() for t in more]
     # Compiled for pointers aligned as torch allocates; parameters cut out of a larger tensor may not be.
     if launch.run is None or any(p % 16 for p in pointers):
-        launch.kernel[(launch.grid,)](*tensors, *launch.numbers, *floats, **launch.constants, **launch.options)
+        arguments = (*tensors, *more, *launch.numbers, *floats)
+        launch.kernel[(launch.grid,)](*arguments, **launch.constants, **launch.options)
     else:
         launch.run(*pointers, *launch.numbers, *floats, *launch.trailing, stream=_stream(x))
     return True
 
 
 def _prepare(
-    kernel: Any, maps: int, twice: int, tensors: list[Tensor], floats: tuple[float, ...], flags: dict[str, Any]
+    kernel: Any,
+    aligned: bool,
+    maps: int,
+    twice: int,
+    tensors: list[Tensor],
+    floats: tuple[float, ...],
+    flags: dict[str, Any],
 ) -> Launch | None:
-    x, where = tensors[0], card(tensors[0].device)
-    key = _cut_key(*tensors[:maps])
-    c = cut(*key)
-    t = team(c, twice, where)
+    x, where, place = tensors[0], card(tensors[0].device), layout(tensors[0])
+    assert place is not None
+    c = cut(place, x.element_size(), aligned)
+    t = team(c, twice, where) if twice else crew(c, where)
     if t is None:
         return None
     w, threads = c.constants["W"], 32 * WARPS
-    shared = t.S > 1
-    mw = 1 if w == 1 else min(w, triton.next_power_of_2(triton.cdiv(w, t.S)))
-    constants = {
-        **flags, **c.constants, "SHARED": shared, "MW": mw,
-        "BS": max(triton.next_power_of_2(t.S), threads // (2 * mw)), "THREADS": threads,
-    }  # fmt: skip
-    numbers = (*_place(x, c), t.chunks, t.per, c.slabs, t.S, t.G, x.numel() / x.shape[1])
-    options = {"num_warps": WARPS, "maxnreg": registers(c.constants["INNER"]), "launch_cooperative_grid": shared}
-    words = 8 * w * t.S * t.G if shared else 1
+    where_it_lies = (place.rows, place.channels, place.pixels, place.row_stride, place.channel_stride, c.across)
+    numbers: tuple[int | float, ...] = (*where_it_lies, t.chunks, t.per)
+    options: dict[str, Any] = {"num_warps": WARPS}
+    words, room = 0, (0, 0)
+    if twice:
+        shared = t.S > 1
+        mw = 1 if w == 1 else min(w, triton.next_power_of_2(triton.cdiv(w, t.S)))
+        block = max(triton.next_power_of_2(t.S), threads // (2 * mw))
+        constants = {**flags, **c.constants, "SHARED": shared, "MW": mw, "BS": block, "THREADS": threads}
+        numbers += (c.slabs, t.S, t.G, x.numel() / x.shape[1])
+        options |= {"maxnreg": registers(c.constants["INNER"]), "launch_cooperative_grid": shared}
+        words = 8 * w * t.S * t.G if shared else 1
+    else:
+        # BS: how many partial results the last member loads at once.
+        constants = {**flags, **c.constants, "BS": min(triton.next_power_of_2(t.S), max(1, TILE // w))}
+        numbers += (t.S,)
+        if "partial_ptr" in kernel.arg_names:
+            # In powers of two, so that few sizes serve all layers.
+            room = triton.next_power_of_2(c.slabs), triton.next_power_of_2(c.slabs * t.S * 2 * w)
+    constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     run = None
     if x.is_cuda:
         # Vectors that happen to be unaligned get copies for this; maps that are have their own cut, and no short way.
         alike = [*tensors[:maps], *(v if v.data_ptr() % 16 == 0 else v.clone() for v in tensors[maps:])]
-        built = kernel.warmup(*alike, *_fresh_words(x, 1), *numbers, *floats, **constants, **options, grid=(1,))
+        extra = _fresh_words(x, 1) if words else _counters.__wrapped__(x.device, 0, 1, 1) if room[0] else ()
+        built = kernel.warmup(*alike, *extra, *numbers, *floats, **constants, **options, grid=(1,))
         run = built[(t.S * t.G, 1, 1)]
-        if shared and resident(built.n_regs, built.metadata.shared, where) * where.processors < t.S * t.G:
+        if words and shared and resident(built.n_regs, built.metadata.shared, where) * where.processors < t.S * t.G:
             return None
-        if not key[-1]:
+        if not aligned:
             run = None
-    trailing = tuple(constants[name] for name in kernel.arg_names if name in constants)
-    return Launch(kernel, t.S * t.G, words, numbers, constants, options, run, trailing)
+    return Launch(kernel, t.S * t.G, words, room, numbers, constants, options, run, tuple(constants.values()))
 
 
 def resident(registers: int, shared: int, where: Card) -> int:
@@ -401,15 +399,10 @@ def _moments(
     mean, var = torch.empty(2, x.shape[1], dtype=torch.float32, device=x.device)
     # Kept for backward, so in a storage of its own.
     invstd = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
-    c = cut(*_cut_key(x))
-    t = crew(c, card(x.device))
-    counters, partial = _room(x, c, t)
-    means, variances = running or (mean, var)
-    device.moments_kernel[(c.slabs * t.S,)](
-        x, mean, var, invstd, means, variances, counters if tracked is None else tracked, partial, counters,
-        *_place(x, c), t.chunks, t.per, t.S, x.numel() / x.shape[1], 0.0 if momentum is None else momentum, eps,
-        TRACK=running is not None, CUMULATIVE=momentum is None, **c.constants, BS=_block(c, t), num_warps=WARPS,
-    )  # fmt: skip
+    moved = [*(running or (mean, var)), invstd if tracked is None else tracked]
+    floats = (x.numel() / x.shape[1], momentum or 0.0, eps)
+    flags = {"TRACK": running is not None, "CUMULATIVE": momentum is None}
+    _launch(device.moments_kernel, 1, 0, [x, mean, var, invstd, *moved], floats, flags)
     return mean, var, invstd
 
 
@@ -425,16 +418,14 @@ def _transform_(
     a: float,
     residual: Tensor | None,
 ) -> None:
-    r = x if residual is None else _as(residual, x)
-    c = cut(*_cut_key(x, r))
-    t = crew(c, card(x.device))
-    constants = {name: v for name, v in c.constants.items() if name != "U"}
-    device.transform_kernel[(c.slabs * t.S,)](
-        x, r, mean.contiguous(), invstd.contiguous(), _vector(weight, mean), _vector(bias, mean),
-        mean if tracked is None else tracked, *_place(x, c), t.chunks, t.per, t.S, floor, a,
-        COUNTED=tracked is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-        RESIDUAL=residual is not None, PHI=compiled(phi)[0], **constants, num_warps=WARPS,
-    )  # fmt: skip
+    vectors = [mean.contiguous(), invstd.contiguous(), _vector(weight, mean), _vector(bias, mean)]
+    maps = [x, x if residual is None else _as(residual, x)]
+    flags = {
+        "COUNTED": tracked is not None, "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
+        "RESIDUAL": residual is not None, "PHI": compiled(phi)[0],
+    }  # fmt: skip
+    counter = mean if tracked is None else tracked
+    _launch(device.transform_kernel, 2, 0, [*maps, *vectors, counter], (floor, a), flags)
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -485,19 +476,13 @@ def normalize_batch_(
         means, variances = dense or (invstd, invstd)
         r = x if residual is None else _as(residual, x)
         tensors = [x, r, _vector(weight, invstd), _vector(bias, invstd), invstd, means, variances]
-        key = (
-            "forward", x.shape, x.stride(), x.dtype, x.device, (x.data_ptr() | r.data_ptr()) % 16, residual is None, phi.name,
-            _kind(weight), _kind(bias), _kind(running_mean), _kind(running_var), _kind(tracked), momentum is None,
-        )  # fmt: skip
-        if not _fused(
-            device.forward_kernel, key, 2, 1, [*tensors, invstd if tracked is None else tracked],
-            (momentum or 0.0, eps, floor, a),
-            {
-                "TRACK": dense is not None, "CUMULATIVE": momentum is None, "COUNTED": tracked is not None,
-                "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
-                "RESIDUAL": residual is not None, "PHI": compiled(phi)[0],
-            },
-        ):  # fmt: skip
+        flags = {
+            "TRACK": dense is not None, "CUMULATIVE": momentum is None, "COUNTED": tracked is not None,
+            "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
+            "RESIDUAL": residual is not None, "PHI": compiled(phi)[0],
+        }  # fmt: skip
+        tensors.append(invstd if tracked is None else tracked)
+        if not _launch(device.forward_kernel, 2, 1, tensors, (momentum or 0.0, eps, floor, a), flags):
             mean, _, invstd = _moments(x, eps, dense, tracked, momentum)
             _transform_(x, mean, invstd, weight, bias, tracked, floor, phi, a, r if residual is not None else None)
         if dense is None:
@@ -525,19 +510,22 @@ def sums(
 ) -> tuple[Tensor, Tensor]:
     """∑ dy (which is dβ) and ∑ dy·x̂ (which is dγ) of every channel."""
     sum_dy, sum_dy_xhat = torch.empty(2, z.shape[1], dtype=torch.float32, device=z.device)
-    _, inverse, backward = compiled(phi)
     with _on(z):
-        dz, r = _as(dz, z), z if residual is None else _as(residual, z)
-        c = cut(*_cut_key(z, dz, r))
-        t = crew(c, card(z.device))
-        counters, partial = _room(z, c, t)
-        device.sums_kernel[(c.slabs * t.S,)](
-            dz, z, r, _vector(weight, sum_dy), _vector(bias, sum_dy), sum_dy, sum_dy_xhat, partial, counters,
-            *_place(z, c), t.chunks, t.per, t.S, floor, a,
-            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, RESIDUAL=residual is not None,
-            INVERSE=inverse, BACKWARD=backward, VARIANT_I=variant == "I", **c.constants, BS=_block(c, t), num_warps=WARPS,
-        )  # fmt: skip
+        maps = [_as(dz, z), z, z if residual is None else _as(residual, z)]
+        vectors = [_vector(weight, sum_dy), _vector(bias, sum_dy), sum_dy, sum_dy_xhat]
+        _launch(device.sums_kernel, 3, 0, maps + vectors, (floor, a), _flags(weight, bias, residual, phi, variant))
     return sum_dy, sum_dy_xhat
+
+
+def _flags(
+    weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, phi: Activation, variant: str
+) -> dict[str, Any]:
+    """What is compiled into the kernels of a backward pass."""
+    _, inverse, backward = compiled(phi)
+    return {
+        "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "RESIDUAL": residual is not None,
+        "INVERSE": inverse, "BACKWARD": backward, "VARIANT_I": variant == "I",
+    }  # fmt: skip
 
 
 def input_grad(
@@ -558,20 +546,11 @@ def input_grad(
 ) -> Tensor:
     """dx, in a new buffer laid out as z. Sums of None mean fixed statistics, and then dx = γ·invstd·dy."""
     dx = _like(z)
-    _, inverse, backward = compiled(phi)
     with _on(z):
-        dz, r = _as(dz, z), z if residual is None else _as(residual, z)
-        c = cut(*_cut_key(z, dz, r, dx if dr is None else dr))
-        t = crew(c, card(z.device))
-        constants = {name: v for name, v in c.constants.items() if name != "U"}
-        device.input_grad_kernel[(c.slabs * t.S,)](
-            dz, z, r, dx, dx if dr is None else dr, _vector(weight, invstd), _vector(bias, invstd), invstd.contiguous(),
-            _vector(sum_dy, invstd), _vector(sum_dy_xhat, invstd),
-            *_place(z, c), t.chunks, t.per, t.S, float(max(count, 1)), floor, a,
-            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, RESIDUAL=residual is not None,
-            NEED_R=dr is not None, INVERSE=inverse, BACKWARD=backward, FIXED=sum_dy is None, VARIANT_I=variant == "I",
-            **constants, num_warps=WARPS,
-        )  # fmt: skip
+        maps = [_as(dz, z), z, z if residual is None else _as(residual, z), dx, dx if dr is None else dr]
+        vectors = [_vector(v, invstd) for v in (weight, bias, invstd, sum_dy, sum_dy_xhat)]
+        flags = _flags(weight, bias, residual, phi, variant) | {"NEED_R": dr is not None, "FIXED": sum_dy is None}
+        _launch(device.input_grad_kernel, 5, 0, maps + vectors, (max(count, 1), floor, a), flags)
     return dx
 
 
@@ -603,12 +582,7 @@ def input_grad_batch(
     """dx, dγ, dβ of a local batch."""
     with _on(z):
         dz, r = _as(dz, z), None if residual is None else _as(residual, z)
-        aligned = (z.data_ptr() | dz.data_ptr() | (0 if r is None else r.data_ptr())) % 16
-        key = (
-            "backward", z.shape, z.stride(), z.dtype, z.device, aligned, residual is None, dr is None, phi.name,
-            _kind(weight), _kind(bias), variant,
-        )  # fmt: skip
-        together = _input_grad_together(key, dz, z, weight, bias, invstd, floor, phi, a, variant, r, dr)
+        together = _input_grad_together(dz, z, weight, bias, invstd, floor, phi, a, variant, r, dr)
     if together is not None:
         return together
     rest = (floor, phi, a, variant, r)
@@ -617,8 +591,11 @@ def input_grad_batch(
     return dx, sum_dy_xhat, sum_dy
 
 
+# Layouts whose backward takes two launches: found out once, so that no buffers are made for the one that is not run.
+_APART: set[tuple[Any, ...]] = set()
+
+
 def _input_grad_together(
-    key: tuple[Any, ...],
     dz: Tensor,
     z: Tensor,
     weight: Tensor | None,
@@ -632,21 +609,15 @@ def _input_grad_together(
     dr: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """dx, dγ, dβ in one launch; None, and no buffer left behind, where that takes two."""
-    if key in _LAUNCHES and _LAUNCHES[key] is None:
+    aligned = (z.data_ptr() | dz.data_ptr() | (0 if residual is None else residual.data_ptr())) % 16
+    kind = z.shape, z.stride(), z.dtype, z.device, residual is None, aligned
+    if kind in _APART:
         return None
     dx, sum_dy, sum_dy_xhat = _like(z), torch.empty_like(invstd), torch.empty_like(invstd)
-    _, inverse, backward = compiled(phi)
-    ran = _fused(
-        device.backward_kernel, key, 5, 2 if residual is None else 3,
-        [
-            dz, z, z if residual is None else residual, dx, dx if dr is None else dr,
-            _vector(weight, invstd), _vector(bias, invstd), invstd, sum_dy, sum_dy_xhat,
-        ],
-        (floor, a),
-        {
-            "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
-            "RESIDUAL": residual is not None, "NEED_R": dr is not None,
-            "INVERSE": inverse, "BACKWARD": backward, "VARIANT_I": variant == "I",
-        },
-    )  # fmt: skip
-    return (dx, sum_dy_xhat, sum_dy) if ran else None
+    maps = [dz, z, z if residual is None else residual, dx, dx if dr is None else dr]
+    vectors = [_vector(weight, invstd), _vector(bias, invstd), invstd, sum_dy, sum_dy_xhat]
+    flags = _flags(weight, bias, residual, phi, variant) | {"NEED_R": dr is not None}
+    if _launch(device.backward_kernel, 5, 2 if residual is None else 3, maps + vectors, (floor, a), flags):
+        return dx, sum_dy_xhat, sum_dy
+    _APART.add(kind)
+    return None

@@ -19,6 +19,46 @@ def sigmoid(y):
     return 1 / (1 + np.exp(-y))
 
 
+PI = np.longdouble("3.14159265358979323846264338327950288")
+
+
+def erf(y):
+    """Taylor's series within ±3, beyond it the continued fraction of erfc; numpy has none in extended precision."""
+    y = np.asarray(y, np.longdouble)
+    near = np.clip(y, -3, 3)
+    term = total = 2 / np.sqrt(PI) * near
+    for n in range(1, 80):
+        term = -term * near * near / n
+        total = total + term / (2 * n + 1)
+    far = np.maximum(np.abs(y), 2)
+    fraction = far
+    for k in range(120, 0, -1):
+        fraction = far + np.longdouble(k) / 2 / fraction
+    beyond = 1 - np.exp(-far * far) / np.sqrt(PI) / fraction
+    return np.where(np.abs(y) <= 3, total, np.sign(y) * beyond)
+
+
+def bell(y):
+    return np.exp(-y * y / 2) / np.sqrt(2 * PI)
+
+
+def normal(y):
+    return (1 + erf(y / np.sqrt(np.longdouble(2)))) / 2
+
+
+def gate(y):
+    """What multiplies y in GELU's approximation: σ(2u), and its derivative."""
+    u = 2 * np.sqrt(2 / PI) * (y + np.longdouble("0.044715") * y**3)
+    slope = 2 * np.sqrt(2 / PI) * (1 + 3 * np.longdouble("0.044715") * y**2)
+    return sigmoid(u), sigmoid(u) * sigmoid(-u) * slope
+
+
+def squash(y):
+    """What multiplies y in Mish, tanh(softplus(y)), and its derivative."""
+    t = np.tanh(np.logaddexp(y, np.zeros_like(y)))
+    return t, (1 - t * t) * sigmoid(y)
+
+
 # φ(y, a) and φ′(y, a).
 PHI = {
     "leaky_relu": (lambda y, a: np.where(y > 0, y, a * y), lambda y, a: np.where(y > 0, 1, a)),
@@ -33,6 +73,15 @@ PHI = {
     ),
     "celu": (lambda y, a: np.where(y > 0, y, a * np.expm1(y / a)), lambda y, a: np.where(y > 0, 1, np.exp(y / a))),
     "relu": (lambda y, a: np.where(y > 0, y, 0), lambda y, a: np.where(y > 0, 1, 0)),
+    "relu6": (lambda y, a: np.clip(y, 0, 6), lambda y, a: np.where((y > 0) & (y < 6), 1, 0)),
+    "hardswish": (
+        lambda y, a: y * np.clip(y + 3, 0, 6) / 6,
+        lambda y, a: np.where(y <= -3, 0, np.where(y >= 3, 1, (2 * y + 3) / 6)),
+    ),
+    "silu": (lambda y, a: y * sigmoid(y), lambda y, a: sigmoid(y) * (1 + y * sigmoid(-y))),
+    "gelu": (lambda y, a: y * normal(y), lambda y, a: normal(y) + y * bell(y)),
+    "gelu_tanh": (lambda y, a: y * gate(y)[0], lambda y, a: gate(y)[0] + y * gate(y)[1]),
+    "mish": (lambda y, a: y * squash(y)[0], lambda y, a: squash(y)[0] + y * squash(y)[1]),
 }
 
 

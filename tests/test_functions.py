@@ -680,7 +680,8 @@ def test_the_guard_lets_the_gradient_through(activation, training):
     )
     with torch.no_grad():
         layer.weight.fill_(0.1)
-        plain.weight.fill_(0.25)
+        # What cannot be inverted needs no guard, and has none.
+        plain.weight.fill_(0.1 if activation == "relu" else 0.25)
     layer.train(training), plain.train(training)
     agree(lambda x, layer: layer(x * 1), leaf(), layer, plain)
     assert layer.weight.grad.abs().min() > 0

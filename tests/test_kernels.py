@@ -125,6 +125,39 @@ def test_residual(kernels, shape, layout, dtype):
 
 @runs_here
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", ["odd", "second trip"])
+@pytest.mark.parametrize("name", ["relu", "leaky_relu", "elu"])
+def test_from_x(kernels, shape, layout, name):
+    """With x kept: forward out of place and again to the bit, backward without an inverse, γ = 0 included."""
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *size: torch.randn(*size, generator=g).to(DEVICE)
+    phi, a = resolve(name, 1.0 if name == "elu" else 0.1)
+    base, view = LAYOUTS[layout]((draw(*SHAPES[shape]) * 2 + 3).half())
+    x, r, dz = view(base), draw(*SHAPES[shape]).half(), draw(*SHAPES[shape]).half()
+    before, channels, m = x.clone(), x.shape[1], x.numel() // x.shape[1]
+    weight, bias = draw(channels), draw(channels)
+    weight[0] = 0
+    running, counter = (draw(channels), draw(channels).abs()), torch.tensor(2, device=DEVICE)
+    z, mean, invstd = kernels.normalize_batch(x, weight, bias, *running, counter, 0.1, 1e-5, 0.0, phi, a, r)
+    assert torch.equal(x, before) and z.stride() == x.stride() and counter == 3
+    again = torch.empty_like(z)
+    kernels.normalize_(x, mean, invstd, weight, bias, 0.0, phi, a, r, again)
+    assert torch.equal(again, z)
+    z64, mean64, invstd64 = reference.normalize_batch(
+        x.double(), weight, bias, None, None, None, 0.1, 1e-5, 0.0, phi, a, r.double()
+    )
+    assert near(z, z64, m, x.dtype) and near(mean, mean64, m) and near(invstd, invstd64, m)
+    dr, dr64 = torch.empty_like(x), torch.empty_like(x, dtype=torch.float64)
+    got = kernels.input_grad_batch(dz, x, weight, bias, invstd, 0.0, phi, a, "II", r, dr, mean)
+    stored = (dz.double(), x.double(), weight, bias)
+    sums = reference.sums(*stored, 0.0, phi, a, "II", r.double(), mean, invstd)
+    want = reference.input_grad(*stored, invstd, *sums, m, 0.0, phi, a, "II", r.double(), dr64, mean)
+    assert near(got[0], want, m, x.dtype) and near(got[1], sums[1], m) and near(got[2], sums[0], m)
+    assert near(dr, dr64, 1, x.dtype)
+
+
+@runs_here
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_without_parameters(kernels, layout):
     step(kernels, SHAPES["odd"], layout, torch.float32, "leaky_relu", 0.2, 0.1, affine=False)
 
@@ -332,8 +365,6 @@ def build(kernel, architecture, constants, **options):
             options={"num_warps": kernels.WARPS, **options})
 
 for name, phi in ACTIVATIONS.items():
-    if phi.inverse is None:
-        continue
     forward, inverse, backward = kernels.compiled(phi)
     plain = name == "leaky_relu"
     for architecture in (80, 90, 100) if plain else (90,):
@@ -342,7 +373,7 @@ for name, phi in ACTIVATIONS.items():
             w = c.constants["W"]
             constants = {
                 **c.constants, "PHI": forward, "INVERSE": inverse, "BACKWARD": backward, "VARIANT_I": False,
-                "HAS_WEIGHT": True, "HAS_BIAS": True, "RESIDUAL": True, "NEED_R": True,
+                "HAS_WEIGHT": True, "HAS_BIAS": True, "RESIDUAL": True, "NEED_R": True, "FROM_X": phi.inverse is None,
                 "TRACK": True, "CUMULATIVE": True, "COUNTED": True, "FIXED": False,
                 "SHARED": True, "MW": min(w, 2), "BS": 128, "THREADS": 32 * kernels.WARPS,
             }

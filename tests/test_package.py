@@ -28,6 +28,7 @@ ROOMS = [
     "reference",
     "kernels",
     "library",
+    "recompute",
     "functions",
     "modules",
     "training",

@@ -5,6 +5,7 @@ from .activations import ACTIVATIONS
 from .functions import active_group, inplace_abn, inplace_abn_sync
 from .memory import SavedBytes, saved_bytes
 from .modules import ABN, InPlaceABN, InPlaceABNSync, convert_sync, set_active_group
+from .recompute import recompute
 from .training import param_groups, update_bn
 
 __version__ = "2.0.0.dev0"
@@ -21,6 +22,7 @@ __all__ = [
     "inplace_abn",
     "inplace_abn_sync",
     "param_groups",
+    "recompute",
     "saved_bytes",
     "set_active_group",
     "update_bn",

@@ -1,7 +1,7 @@
 """The activations φ: each declared once, as φ, φ⁻¹ and φ′-from-the-output, in the table :data:`ACTIVATIONS`.
 
 The formulas are written over the namespace ``xp`` with only those functions that torch and Triton's language share (``where``,
-``exp``, ``log``, ``abs``, ``sigmoid``, ``clamp``), so a kernel can rebind ``xp`` and compile the very same code.
+``exp``, ``log``, ``abs``, ``sigmoid``, ``erf``, ``clamp``), so a kernel can rebind ``xp`` and compile the very same code.
 
 All of them run in float32 or float64. Inverses are finite for every storable z: where z has saturated (ELU at −α, tanh at ±1,
 a softplus that underflowed to 0), y is not recoverable, φ′ is 0 there and the inverse returns the nearest finite value.
@@ -213,6 +213,81 @@ def relu_backward(dz: Tensor, y: Tensor, a: float) -> Tensor:
     return xp.where(y > 0, dz, 0.0)
 
 
+# What follows cannot be inverted either: flat somewhere, or not monotone. Derivatives are those of the input y.
+
+
+def relu6(y: Tensor, a: float) -> Tensor:
+    """z = min(max(y, 0), 6)."""
+    return xp.clamp(y, 0.0, 6.0)
+
+
+def relu6_backward(dz: Tensor, y: Tensor, a: float) -> Tensor:
+    """dy = dz where 0 < y < 6, else 0."""
+    return xp.where((y > 0.0) & (y < 6.0), dz, 0.0)
+
+
+def hardswish(y: Tensor, a: float) -> Tensor:
+    """z = y·min(max(y + 3, 0), 6)/6."""
+    return y * xp.clamp(y + 3.0, 0.0, 6.0) * (1.0 / 6.0)
+
+
+def hardswish_backward(dz: Tensor, y: Tensor, a: float) -> Tensor:
+    """dy = (2y + 3)/6·dz within ±3; 0 below, dz above."""
+    inside = xp.where(y < 3.0, dz * (y * (1.0 / 3.0) + 0.5), dz)
+    return xp.where(y > -3.0, inside, 0.0)
+
+
+def silu(y: Tensor, a: float) -> Tensor:
+    """z = y·σ(y)."""
+    return y * xp.sigmoid(y)
+
+
+def silu_backward(dz: Tensor, y: Tensor, a: float) -> Tensor:
+    """dy = σ(y)·(1 + y·(1 − σ(y)))·dz."""
+    s = xp.sigmoid(y)
+    return dz * (s * (1.0 + y * (1.0 - s)))
+
+
+# 1/√2 = 0.7071067811865476, 1/√(2π) = 0.3989422804014327, 2·√(2/π) = 1.5957691216057308.
+
+
+def gelu(y: Tensor, a: float) -> Tensor:
+    """z = y·Φ(y) with Φ(y) = ½(1 + erf(y/√2))."""
+    return y * (0.5 + 0.5 * xp.erf(y * 0.7071067811865476))
+
+
+def gelu_backward(dz: Tensor, y: Tensor, a: float) -> Tensor:
+    """dy = (Φ(y) + y·exp(−y²/2)/√(2π))·dz."""
+    return dz * (0.5 + 0.5 * xp.erf(y * 0.7071067811865476) + y * xp.exp(-0.5 * y * y) * 0.3989422804014327)
+
+
+def gelu_tanh(y: Tensor, a: float) -> Tensor:
+    """z = ½y(1 + tanh(u)) = y·σ(2u) with u = √(2/π)·(y + 0.044715·y³)."""
+    return y * xp.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
+
+
+def gelu_tanh_backward(dz: Tensor, y: Tensor, a: float) -> Tensor:
+    """dy = (σ(2u) + y·σ(2u)·(1 − σ(2u))·2u′)·dz."""
+    s = xp.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
+    return dz * (s + y * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * y * y))
+
+
+def mish(y: Tensor, a: float) -> Tensor:
+    """z = y·tanh(log(1 + eʸ)) = y·e(e + 2)/(e(e + 2) + 2) with e = eʸ; past 20 that is y."""
+    e = xp.exp(xp.where(y < 20.0, y, 20.0))
+    n = e * (e + 2.0)
+    return y * (n / (n + 2.0))
+
+
+def mish_backward(dz: Tensor, y: Tensor, a: float) -> Tensor:
+    """dy = (t + y·(1 − t²)·σ(y))·dz with t = z/y."""
+    e = xp.exp(xp.where(y < 20.0, y, 20.0))
+    n = e * (e + 2.0)
+    t = n / (n + 2.0)
+    # 1 − t² without cancellation.
+    return dz * (t + y * (4.0 * (n + 1.0) / ((n + 2.0) * (n + 2.0))) * xp.sigmoid(y))
+
+
 def _leaky_relu_aten(dz: Tensor, z: Tensor, a: float) -> Tensor:
     return torch.ops.aten.leaky_relu_backward(dz, z, a, True)  # type: ignore[no-any-return]
 
@@ -292,6 +367,22 @@ ACTIVATIONS: dict[str, Activation] = {
             backward=relu_backward,
             scale_covariant=True,
         ),
+        Activation(
+            "relu6", plain=lambda y, a: F.relu6(y, inplace=True), forward=relu6, inverse=None, backward=relu6_backward
+        ),
+        Activation(
+            "hardswish", plain=lambda y, a: F.hardswish(y), forward=hardswish, inverse=None, backward=hardswish_backward
+        ),
+        Activation("silu", plain=lambda y, a: F.silu(y), forward=silu, inverse=None, backward=silu_backward),
+        Activation("gelu", plain=lambda y, a: F.gelu(y), forward=gelu, inverse=None, backward=gelu_backward),
+        Activation(
+            "gelu_tanh",
+            plain=lambda y, a: F.gelu(y, approximate="tanh"),
+            forward=gelu_tanh,
+            inverse=None,
+            backward=gelu_tanh_backward,
+        ),
+        Activation("mish", plain=lambda y, a: F.mish(y), forward=mish, inverse=None, backward=mish_backward),
     )
 }
 

@@ -7,12 +7,13 @@ keeps no more for backward.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["is_exported", "is_traced", "is_transformed", "is_wrapped", "may_overwrite", "recomputing"]
+__all__ = ["Passing", "is_exported", "is_traced", "is_transformed", "is_wrapped", "may_overwrite", "recomputing"]
 
 
 def is_transformed() -> bool:
@@ -41,8 +42,21 @@ def is_wrapped(tensor: Tensor) -> bool:
 
 
 def _is_hooked() -> bool:
-    """Whether saved-tensor hooks are active: checkpointing will start again from its inputs, and versions go unchecked."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    """Whether saved-tensor hooks are active: checkpointing will start again from its inputs, and versions go unchecked.
+
+    Those of :mod:`inplace_abn.recompute` leave to the pair around them what they do not replace, and do not count.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    while hooks is not None and isinstance(owner := getattr(hooks[0], "__self__", None), Passing):
+        hooks = owner.enclosing
+    return hooks is not None
+
+
+class Passing:
+    """Saved-tensor hooks that hand what they do not know to the pair around them: torch itself calls the innermost only."""
+
+    def __init__(self) -> None:
+        self.enclosing: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 _PLAIN_VIEW = torch._C._autograd.CreationMeta.DEFAULT

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from .activations import Activation, resolve, warn_of_slope, warn_once
 from .context import is_exported, is_traced, is_transformed, is_wrapped, may_overwrite, recomputing
 from .library import Compiled, backend
 from .ranks import active_group
+from .recompute import Record, is_used
 
 __all__ = ["active_group", "batch_norm_act", "inplace_abn", "inplace_abn_sync"]
 
@@ -72,9 +74,12 @@ def inplace_abn(
     where it is r, under module hooks that hand out views, under saved-tensor hooks (checkpointing, offloading), and wherever
     nothing is to be differentiated.
 
-    Activations without an inverse run ``batch_norm`` and φ as separate steps, which keep two maps. So does what is exported,
-    traced by ``torch.jit.trace``, or transformed by ``torch.func``. Under ``torch.compile`` the layer is a pair of operators on
-    a copy of x, which the compiler leaves out where x is not needed.
+    Activations without an inverse keep x instead of z and leave it as it is. Whoever reads z keeps that as well, unless it runs
+    within :func:`inplace_abn.recompute`. γ needs no guard then, and has none.
+
+    What is exported, traced by ``torch.jit.trace``, or transformed by ``torch.func`` is ``batch_norm`` and φ as separate steps.
+    Under ``torch.compile`` the layer is a pair of operators on a copy of x, which the compiler leaves out where x is not needed;
+    without an inverse it is separate steps there, too.
 
     Args:
         x: a floating-point tensor of shape (N, C, …).
@@ -105,24 +110,48 @@ def inplace_abn(
     _check(x, weight, bias, running_mean, running_var, num_batches_tracked, how)
     if residual is not None:
         residual = _checked_residual(residual, x)
-    if phi.inverse is None:
-        warn_once(
-            f"{phi.name} has no inverse: batch_norm and {phi.name} run as separate steps, exactly but keeping two maps; "
-            "leaky_relu with slope 0.01 keeps one"
-        )
+    keeps_x = phi.inverse is None
+    if keeps_x:
+        how = how._replace(floor=0.0)
+        _warn_of_two_maps(phi)
     else:
         warn_of_slope(phi, a, x.dtype)
     vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
-    if phi.inverse is None or not _needs_graph(x, weight, bias, residual):
+    if not _needs_graph(x, weight, bias, residual):
         return _composite(x, *vectors, how, residual)
     if is_traced():
-        if not training or not torch.compiler.is_dynamo_compiling() or is_exported():
+        if keeps_x or not training or not torch.compiler.is_dynamo_compiling() or is_exported():
             return _composite(x, *vectors, how, residual)
         rest = (momentum, eps, weight_floor, phi.name, a, variant)
         traced: Tensor = Compiled.apply(x, weight, bias, residual, *vectors[2:], *rest)  # type: ignore[no-untyped-call]
         return traced
+    if keeps_x:
+        return _keeping_x(x, vectors, how, residual)
     z: Tensor = _apply(x, weight, bias, residual, vectors[2:], how)
     return z
+
+
+def _keeping_x(
+    x: Tensor,
+    vectors: tuple[Tensor | None, ...],
+    how: Settings,
+    residual: Tensor | None,
+    group: Any = None,
+    anchor: Tensor | None = None,
+) -> Tensor:
+    """A new z, of which readers within recompute keep a handle."""
+    record = Record(residual, how.phi, how.a, how.floor)
+    z: Tensor = _apply(x, *vectors[:2], residual, vectors[2:], how, group, anchor, record)
+    record.belongs_to(z)
+    return z
+
+
+def _warn_of_two_maps(phi: Activation) -> None:
+    if not is_used():
+        warn_once(
+            f"{phi.name} has no inverse: the layer keeps x, and who reads its output keeps that, which makes two maps; "
+            "inplace_abn.recompute(model) keeps one, leaky_relu with slope 0.01 does without recomputing"
+        )
 
 
 def inplace_abn_sync(
@@ -193,11 +222,8 @@ def _synchronised(
         warn_of_slope(how.phi, how.a, x.dtype)
         z: Tensor = InPlaceABN.apply(x, *vectors[:2], residual, vectors[2:], how, group, anchor)  # type: ignore[no-untyped-call]
         return z
-    warn_once(f"{how.phi.name} has no inverse: inplace_abn_sync normalises in place and keeps two maps")
-    plain = how._replace(phi=resolve("identity", 0.0)[0])
-    y: Tensor = InPlaceABN.apply(x, *vectors[:2], None, vectors[2:], plain, group, anchor)  # type: ignore[no-untyped-call]
-    # The plain φ may work in place, and y is needed.
-    return how.phi.plain(y.clone() if residual is None else y + residual, how.a)
+    _warn_of_two_maps(how.phi)
+    return _keeping_x(x, vectors, how._replace(floor=0.0), residual, group, anchor)
 
 
 def batch_norm_act(
@@ -224,7 +250,7 @@ def batch_norm_act(
 
 
 class InPlaceABN(torch.autograd.Function):
-    """z = φ(BN(x) [+ r]) and its gradient. Saved: z, weight, bias, r, invstd."""
+    """z = φ(BN(x) [+ r]) and its gradient. Saved: z, weight, bias, r, invstd; with a record x, weight, bias, r, invstd, mean."""
 
     @staticmethod
     def forward(
@@ -237,8 +263,16 @@ class InPlaceABN(torch.autograd.Function):
         how: Settings,
         group: Any = None,
         anchor: Tensor | None = None,
+        record: Record | None = None,
     ) -> Tensor:
-        """Overwrite x, or a copy of it where that is not allowed; with an anchor, the batch is that of all ranks of the group."""
+        """Overwrite x, or a copy of it where that is not allowed; with an anchor, the batch is that of all ranks of the group.
+
+        With a record, x is kept and z new.
+        """
+        ctx.record = record
+        if record is not None:
+            record.node = weakref.ref(ctx)
+            return InPlaceABN._forward_keeping_x(ctx, x, weight, bias, residual, buffers, how, group, anchor)
         if may_overwrite(x) and (residual is None or not _share_memory(x, residual)):
             z = x
             ctx.mark_dirty(x)
@@ -282,6 +316,46 @@ class InPlaceABN(torch.autograd.Function):
         return z
 
     @staticmethod
+    def _forward_keeping_x(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        buffers: tuple[Tensor | None, ...],
+        how: Settings,
+        group: Any,
+        anchor: Tensor | None,
+    ) -> Tensor:
+        ops = backend(x)
+        z: Tensor
+        ctx.group, ctx.count, ctx.how, ctx.checksum = group, None, how, None
+        if recomputing() and how.training:
+            # Statistics move once.
+            buffers = (None, None, None)
+        if how.training and anchor is None:
+            rest = (how.momentum, how.eps, how.floor, how.phi, how.a, residual)
+            z, mean, invstd = ops.normalize_batch(x, weight, bias, *buffers, *rest)
+        else:
+            z = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            if anchor is None:
+                mean, var, _ = buffers
+                assert mean is not None and var is not None
+                # A copy: a training step in between may move the buffers.
+                mean, invstd = mean.to(reference.wide(x), copy=True), (var.double() + how.eps).rsqrt_()
+            else:
+                mean, var, ctx.count = _moments_of_all(x, ops, group)
+                invstd = (var + how.eps).rsqrt_()
+                unbiased = var * (ctx.count / (ctx.count - 1))
+                running_mean, running_var, tracked = buffers
+                reference.track(running_mean, running_var, tracked, mean, unbiased, how.momentum)
+            mean, invstd = mean.to(reference.wide(x)), invstd.to(reference.wide(x))
+            if x.numel():
+                ops.normalize_(x, mean, invstd, weight, bias, how.floor, how.phi, how.a, residual, z)
+        ctx.save_for_backward(x, weight, bias, residual, invstd, mean)
+        return z
+
+    @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         """dx, dweight, dbias, dr from dz and the saved z; differentiating those raises."""
         if torch.is_grad_enabled():
@@ -295,7 +369,8 @@ class InPlaceABN(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        z, weight, bias, residual, invstd = _saved(ctx)
+        # z is x where x was kept, and the mean is there.
+        z, weight, bias, residual, invstd, mean = _saved(ctx)
         how: Settings = ctx.how
         ops = backend(z)
         rest = (how.floor, how.phi, how.a, how.variant, residual)
@@ -307,19 +382,25 @@ class InPlaceABN(torch.autograd.Function):
             dr, need_x = torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device), True
         fill = dr if need_r else None
         if ctx.count is not None:
-            dbeta, dgamma = ops.sums(dz, z, weight, bias, *rest) if z.numel() else z.new_zeros(2, z.shape[1])
+            if z.numel():
+                dbeta, dgamma = ops.sums(dz, z, weight, bias, *rest, mean, invstd)
+            else:
+                dbeta, dgamma = z.new_zeros(2, z.shape[1])
             # Whatever this rank needs, the others wait for its sums.
             of_all = ranks.total_sums(dbeta, dgamma, ctx.group)
             if need_x:
                 means = (s / ctx.count for s in of_all)
-                dx = ops.input_grad(dz, z, weight, bias, invstd, *means, 1, *rest, fill) if z.numel() else dz.clone()
+                last = (*rest, fill, mean)
+                dx = ops.input_grad(dz, z, weight, bias, invstd, *means, 1, *last) if z.numel() else dz.clone()
         elif how.training and need_x:
-            dx, dgamma, dbeta = ops.input_grad_batch(dz, z, weight, bias, invstd, *rest, fill)
+            dx, dgamma, dbeta = ops.input_grad_batch(dz, z, weight, bias, invstd, *rest, fill, mean)
         else:
             if need_weight or need_bias:
-                dbeta, dgamma = ops.sums(dz, z, weight, bias, *rest)
+                dbeta, dgamma = ops.sums(dz, z, weight, bias, *rest, mean, invstd)
             if need_x:
-                dx = ops.input_grad(dz, z, weight, bias, invstd, None, None, 0, *rest, fill)
+                dx = ops.input_grad(dz, z, weight, bias, invstd, None, None, 0, *rest, fill, mean)
+        if ctx.record is not None:
+            ctx.record.forget()
         dweight = dgamma.to(weight.dtype) if need_weight and weight is not None and dgamma is not None else None
         dbias = dbeta.to(bias.dtype) if need_bias and bias is not None and dbeta is not None else None
         return dx, dweight, dbias, dr
@@ -514,10 +595,10 @@ def _checksum(z: Tensor) -> Tensor:
     return z.detach().resolve_neg().view(bits).sum(dtype=torch.int64)
 
 
-def _saved(ctx: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
+def _saved(ctx: Any) -> Any:
     """The saved tensors, or an error that names the layer and the cure if they were written to."""
     try:
-        z, weight, bias, residual, invstd = ctx.saved_tensors
+        saved = ctx.saved_tensors if ctx.record is None else ctx.record.saved()
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
@@ -527,9 +608,12 @@ def _saved(ctx: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | Non
             "(z = z + r for z += r, inplace=False for the next activation), and step the optimizer after backward. "
             f"Torch says: {error}"
         ) from error
+    if ctx.record is not None:
+        return saved
+    z = saved[0]
     if ctx.checksum is not None and not torch.equal(ctx.checksum, _checksum(z)):
         raise RuntimeError(
             f"InPlaceABN with activation {ctx.how.phi.name} and output of shape {tuple(z.shape)}: z was changed through "
             ".data or by a foreign kernel after the forward pass; work on a copy, z.clone()"
         )
-    return z, weight, bias, residual, invstd
+    return *saved, None

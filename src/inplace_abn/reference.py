@@ -6,6 +6,9 @@ r"""The verbs in plain torch: the mathematics of the layer, and its CPU path.
 With a residual r, of x's shape and dtype, z = φ(y + r); backward then recovers y = φ⁻¹(z) − r, and the gradient of r is dy,
 written into the buffer ``dr`` where one is given. r itself is only read.
 
+Where x is kept instead of z (activations without an inverse, or ill-conditioned γ), backward is handed x and its mean, computes y
+as forward did, and needs no inverse: :func:`normalize_batch` forward, the verbs of backward with ``mean``.
+
 Four verbs: :func:`moments` and :func:`normalize_` forward, :func:`sums` and :func:`input_grad` backward. A synchronised layer
 puts a collective between the two of a pair; a local one runs each pair as one: :func:`normalize_batch_`,
 :func:`input_grad_batch`.
@@ -43,6 +46,7 @@ __all__ = [
     "input_grad_batch",
     "moments",
     "normalize_",
+    "normalize_batch",
     "normalize_batch_",
     "sums",
     "track",
@@ -123,23 +127,26 @@ def normalize_(
     phi: Activation,
     a: float,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> None:
-    """Overwrite x with z = φ(γ·(x − mean)·invstd + β [+ r]).
+    """Overwrite x, or fill ``out``, with z = φ(γ·(x − mean)·invstd + β [+ r]).
 
     The part of the mean that float32 cannot hold moves into the shift behind the scale, so it is not lost.
     """
     gamma, beta = affine(x, weight, bias, floor)
     forward, _, _ = _formulas(phi)
+    z = x if out is None else out
     near = mean.to(wide(x))
     scale = gamma * invstd.double()
     vectors = (near, scale, beta - (mean.double() - near.double()) * scale)
     near, scale, shift = (_along(v, x) for v in vectors)
     for index in _tiles(x):
         t, c = x[index], (slice(None), index[1])
-        y = t.to(wide(x)).sub_(near[c]).mul_(scale[c]).add_(shift[c])
+        # Of x's own dtype, t is x itself.
+        y = t.to(wide(x), copy=out is not None).sub_(near[c]).mul_(scale[c]).add_(shift[c])
         if residual is not None:
             y += residual[index]
-        t.copy_(forward(y, a))
+        z[index] = forward(y, a)
 
 
 def sums(
@@ -152,11 +159,14 @@ def sums(
     a: float,
     variant: str,
     residual: Tensor | None = None,
+    mean: Tensor | None = None,
+    invstd: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """∑ dy (which is dβ) and ∑ dy·x̂ (which is dγ) of every channel, in float64."""
     gamma, beta = affine(z, weight, bias, floor)
     total, total_xhat = torch.zeros_like(gamma), torch.zeros_like(gamma)
-    for index, dy, centred in _recovered(dz, z, gamma, beta, phi, a, variant, residual):
+    variant = variant if mean is None else "I"
+    for index, dy, centred in _recovered(dz, z, gamma, beta, phi, a, variant, residual, mean, invstd):
         total[index[1]] += dy.sum(_but_channels(z))
         total_xhat[index[1]] += centred.mul_(dy).sum(_but_channels(z))
     return total, total_xhat if variant == "I" else total_xhat / gamma
@@ -177,6 +187,7 @@ def input_grad(
     variant: str,
     residual: Tensor | None = None,
     dr: Tensor | None = None,
+    mean: Tensor | None = None,
 ) -> Tensor:
     """dx, in a new buffer laid out as z. Sums of None mean fixed statistics, and then dx = γ·invstd·dy."""
     gamma, beta = affine(z, weight, bias, floor)
@@ -184,18 +195,17 @@ def input_grad(
     scale = gamma * invstd.double()
     by_dy = _along(scale, z)
     if sum_dy is None or sum_dy_xhat is None:
-        _, _, backward = _formulas(phi)
-        for index in _tiles(z):
-            dy = backward(dz[index].to(wide(z)), z[index].to(wide(z)), a)
+        for index, dy, _ in _recovered(dz, z, gamma, beta, phi, a, variant, residual, mean, invstd):
             dx[index] = dy * by_dy[:, index[1]]
             if dr is not None:
                 dr[index] = dy
         return dx
+    variant = variant if mean is None else "I"
     # What multiplies the recovered value: x̂ in variant I, y − β = γ·x̂ in variant II.
     slope = -scale * sum_dy_xhat.double() / count
     by_centred = _along(slope if variant == "I" else slope / gamma, z)
     constant = _along(-scale * sum_dy.double() / count, z)
-    for index, dy, centred in _recovered(dz, z, gamma, beta, phi, a, variant, residual):
+    for index, dy, centred in _recovered(dz, z, gamma, beta, phi, a, variant, residual, mean, invstd):
         c = (slice(None), index[1])
         if dr is not None:
             dr[index] = dy
@@ -233,6 +243,32 @@ def normalize_batch_(
     return invstd.to(wide(x))
 
 
+def normalize_batch(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    floor: float,
+    phi: Activation,
+    a: float,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A new z from the batch's own statistics, which leaves x as it is; mean and invstd. Moves the running statistics.
+
+    :func:`normalize_` with this mean and invstd gives the same bits again.
+    """
+    mean, var, count = moments(x)
+    mean, invstd = mean.to(wide(x)), (var + eps).rsqrt_().to(wide(x))
+    z = torch.empty_like(x)
+    normalize_(x, mean, invstd, weight, bias, floor, phi, a, residual, z)
+    track(running_mean, running_var, num_batches_tracked, mean, var * (count / (count - 1)), momentum)
+    return z, mean, invstd
+
+
 def input_grad_batch(
     dz: Tensor,
     z: Tensor,
@@ -245,6 +281,7 @@ def input_grad_batch(
     variant: str,
     residual: Tensor | None = None,
     dr: Tensor | None = None,
+    mean: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dγ, dβ of a local batch: :func:`sums` and :func:`input_grad` with one recovery of y and dy for both.
 
@@ -257,33 +294,35 @@ def input_grad_batch(
     if z.stride(1) == 1 and (z.numel() > SLAB or dz.stride() != z.stride()):
         # Channels are innermost. A range of them is crumbs of memory (4 to 9 times slower), and ATen sums them one by one in
         # float32, as torch does only if dz has the same layout. Two walks over tiles instead.
-        sum_dy, sum_dy_xhat = sums(dz, z, weight, bias, floor, phi, a, variant, residual)
+        sum_dy, sum_dy_xhat = sums(dz, z, weight, bias, floor, phi, a, variant, residual, mean, invstd)
         count = z.numel() // z.shape[1]
-        rest = (floor, phi, a, variant, residual, dr)
+        rest = (floor, phi, a, variant, residual, dr, mean)
         return input_grad(dz, z, weight, bias, invstd, sum_dy, sum_dy_xhat, count, *rest), sum_dy_xhat, sum_dy
     gamma, beta = affine(z, weight, bias, floor)
     dtype = wide(z)
-    _, inverse, backward = _formulas(phi)
     gain = gamma * invstd.double()
-    if variant == "I":
-        mean, nu, w = torch.zeros_like(beta), torch.ones_like(beta), gain
+    if variant == "I" or mean is not None:
+        about, nu, w = torch.zeros_like(beta), torch.ones_like(beta), gain
     else:
-        mean, nu, w = beta, gamma.reciprocal(), gamma * gain
-    mean, nu, w = mean.to(dtype), nu.to(dtype), w.to(dtype)
+        about, nu, w = beta, gamma.reciprocal(), gamma * gain
+    about, nu, w = about.to(dtype), nu.to(dtype), w.to(dtype)
     dx = None
     dgammas, dbetas = [], []
+    _, inverse, backward = _formulas(phi)
     for c in _slabs(z):
-        part = z[:, c].to(dtype)
-        dy = backward(dz[:, c].to(dtype), part, a)
-        u = inverse(part, a)
-        if residual is not None:
-            u = u - residual[:, c]
+        if mean is None:
+            part = z[:, c].to(dtype)
+            dy, u = backward(dz[:, c].to(dtype), part, a), inverse(part, a)
+            if residual is not None:
+                u = u - residual[:, c]
+            if variant == "I":
+                u = (u - _along(beta[c], z)).div_(_along(gamma[c], z))
+        else:
+            dy, u = _repeated((slice(None), c), dz, z, gamma, beta, phi, a, residual, mean, invstd)
         if dr is not None:
             dr[:, c] = dy
-        if variant == "I":
-            u = (u - _along(beta[c], z)).div_(_along(gamma[c], z))
         dx_part, dgamma, dbeta = torch.ops.aten.native_batch_norm_backward(
-            dy, u, w[c], None, None, mean[c], nu[c], True, 0.0, [True, True, True]
+            dy, u, w[c], None, None, about[c], nu[c], True, 0.0, [True, True, True]
         )
         dgammas.append(dgamma)
         dbetas.append(dbeta)
@@ -311,10 +350,10 @@ def _along(vector: Tensor, x: Tensor) -> Tensor:
 
 
 def _formulas(phi: Activation) -> tuple[Formula, Formula, Gradient]:
+    """φ, φ⁻¹ and dy from dz. Without an inverse, what stands for it is never called: x is kept then."""
     if phi.fused is not None:
         return phi.fused
-    assert phi.inverse is not None
-    return phi.forward, phi.inverse, phi.backward
+    return phi.forward, phi.inverse or phi.forward, phi.backward
 
 
 def _tiles(x: Tensor) -> list[tuple[slice, ...]]:
@@ -347,8 +386,17 @@ def _recovered(
     a: float,
     variant: str,
     residual: Tensor | None,
+    mean: Tensor | None,
+    invstd: Tensor | None,
 ) -> Iterator[tuple[tuple[slice, ...], Tensor, Tensor]]:
-    """For every tile: its index, dy, and what the variant works on, x̂ (I) or y − β (II), in a buffer of its own."""
+    """For every tile: its index, dy, and what the variant works on, x̂ (I) or y − β (II), in a buffer of its own.
+
+    With a mean, z is x, and it is always x̂.
+    """
+    if mean is not None and invstd is not None:
+        for index in _tiles(z):
+            yield index, *_repeated(index, dz, z, gamma, beta, phi, a, residual, mean, invstd)
+        return
     _, inverse, backward = _formulas(phi)
     gamma, beta = _along(gamma, z), _along(beta, z)
     for index in _tiles(z):
@@ -359,6 +407,30 @@ def _recovered(
         if residual is not None:
             centred -= residual[index]
         yield index, dy, centred.div_(gamma[c]) if variant == "I" else centred
+
+
+def _repeated(
+    index: tuple[slice, ...],
+    dz: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    phi: Activation,
+    a: float,
+    residual: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """dy and x̂ of one tile from x itself, with y as :func:`normalize_` computes it."""
+    forward, _, backward = _formulas(phi)
+    c = index[1]
+    centred = x[index].to(wide(x)) - _along(mean[c], x)
+    y = centred * _along(gamma[c] * invstd[c].double(), x) + _along(beta[c], x)
+    if residual is not None:
+        y += residual[index]
+    # Invertible activations differentiate from their output, others from their input.
+    dy = backward(dz[index].to(wide(x)), y if phi.inverse is None else forward(y, a), a)
+    return dy, centred.mul_(_along(invstd[c], x))
 
 
 def _merged(tiles: list[tuple[slice, Tensor, Tensor, int]]) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,16 @@ from .. import activations
 from ..activations import Activation
 from . import device
 
-__all__ = ["input_grad", "input_grad_batch", "moments", "normalize_", "normalize_batch_", "sums", "supports"]
+__all__ = [
+    "input_grad",
+    "input_grad_batch",
+    "moments",
+    "normalize_",
+    "normalize_batch",
+    "normalize_batch_",
+    "sums",
+    "supports",
+]
 
 # Elements per tile and warps per program: 16 elements a thread.
 TILE = 4096
@@ -231,10 +240,11 @@ def crew(c: Cut, where: Card) -> Team:
 
 @cache
 def compiled(phi: Activation) -> tuple[Any, Any, Any]:
-    """φ, φ⁻¹ and φ′ as device functions, out of the very code of the table."""
-    assert phi.inverse is not None
+    """φ, φ⁻¹ and φ′ as device functions, out of the very code of the table; the identity where there is no inverse."""
     helpers = {name: _on_device(getattr(activations, name), {}) for name in ("expm1", "log1p")}
-    forward, inverse, backward = (_on_device(f, helpers) for f in (phi.forward, phi.inverse, phi.backward))
+    forward, inverse, backward = (
+        _on_device(f, helpers) for f in (phi.forward, phi.inverse or activations.identity, phi.backward)
+    )
     return forward, inverse, backward
 
 
@@ -300,8 +310,8 @@ def _launch(
 ) -> bool:
     """Run a kernel, planned and compiled on the first call of its kind; False where the card cannot.
 
-    The first ``maps`` of the tensors are full-sized. ``twice`` says how many of these one launch reads twice, by a team, and is to
-    find in the cache the second time; 0 for the kernels whose members do not wait.
+    The first ``maps`` of the tensors are full-sized. ``twice`` says how many of these one launch reads twice, by a team, and
+    is to find in the cache the second time; 0 for the kernels whose members do not wait.
     """
     x = tensors[0]
     pointers = [t.data_ptr() for t in tensors]
@@ -417,15 +427,16 @@ def _transform_(
     phi: Activation,
     a: float,
     residual: Tensor | None,
+    out: Tensor | None = None,
 ) -> None:
     vectors = [mean.contiguous(), invstd.contiguous(), _vector(weight, mean), _vector(bias, mean)]
-    maps = [x, x if residual is None else _as(residual, x)]
+    maps = [x, x if residual is None else _as(residual, x), x if out is None else out]
     flags = {
         "COUNTED": tracked is not None, "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
         "RESIDUAL": residual is not None, "PHI": compiled(phi)[0],
     }  # fmt: skip
     counter = mean if tracked is None else tracked
-    _launch(device.transform_kernel, 2, 0, [*maps, *vectors, counter], (floor, a), flags)
+    _launch(device.transform_kernel, 3, 0, [*maps, *vectors, counter], (floor, a), flags)
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -445,10 +456,11 @@ def normalize_(
     phi: Activation,
     a: float,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> None:
-    """Overwrite x with z = φ(γ·(x − mean)·invstd + β [+ r])."""
+    """Overwrite x, or fill ``out``, laid out as x, with z = φ(γ·(x − mean)·invstd + β [+ r])."""
     with _on(x):
-        _transform_(x, mean, invstd, weight, bias, None, floor, phi, a, residual)
+        _transform_(x, mean, invstd, weight, bias, None, floor, phi, a, residual, out)
 
 
 def normalize_batch_(
@@ -466,11 +478,7 @@ def normalize_batch_(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Overwrite x with z from the batch's own statistics, move the running ones, return invstd."""
-    tracked, dense = num_batches_tracked, None
-    if running_mean is not None and running_var is not None:
-        dense = running_mean.contiguous(), running_var.contiguous()
-    else:
-        tracked, momentum = None, 0.0
+    tracked, dense, momentum = _to_move(running_mean, running_var, num_batches_tracked, momentum)
     with _on(x):
         invstd = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
         means, variances = dense or (invstd, invstd)
@@ -485,16 +493,57 @@ def normalize_batch_(
         if not _launch(device.forward_kernel, 2, 1, tensors, (momentum or 0.0, eps, floor, a), flags):
             mean, _, invstd = _moments(x, eps, dense, tracked, momentum)
             _transform_(x, mean, invstd, weight, bias, tracked, floor, phi, a, r if residual is not None else None)
-        if dense is None:
-            return invstd
-        assert running_mean is not None and running_var is not None
-        for own, moved in ((running_mean, dense[0]), (running_var, dense[1])):
-            if own is not moved:
-                own.copy_(moved)
-    # Autograd does not see what a kernel writes.
+    _have_moved(running_mean, running_var, tracked, dense)
+    return invstd
+
+
+Pair = tuple[Tensor, Tensor]
+
+
+def _to_move(
+    running_mean: Tensor | None, running_var: Tensor | None, tracked: Tensor | None, momentum: float | None
+) -> tuple[Tensor | None, Pair | None, float | None]:
+    """The counter, the running statistics as kernels write them, and the momentum; nothing where there are none."""
+    if running_mean is None or running_var is None:
+        return None, None, 0.0
+    return tracked, (running_mean.contiguous(), running_var.contiguous()), momentum
+
+
+def _have_moved(
+    running_mean: Tensor | None, running_var: Tensor | None, tracked: Tensor | None, dense: Pair | None
+) -> None:
+    """Bring what kernels wrote to where it belongs, and tell autograd, which does not see it."""
+    if dense is None or running_mean is None or running_var is None:
+        return
+    for own, moved in ((running_mean, dense[0]), (running_var, dense[1])):
+        if own is not moved:
+            own.copy_(moved)
     written = [running_mean, running_var] if tracked is None else [running_mean, running_var, tracked]
     torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
-    return invstd
+
+
+def normalize_batch(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    floor: float,
+    phi: Activation,
+    a: float,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A new z from the batch's own statistics, which leaves x as it is; mean and invstd. Moves the running statistics."""
+    tracked, dense, momentum = _to_move(running_mean, running_var, num_batches_tracked, momentum)
+    with _on(x):
+        z = _like(x)
+        mean, _, invstd = _moments(x, eps, dense, tracked, momentum)
+        _transform_(x, mean, invstd, weight, bias, tracked, floor, phi, a, residual, z)
+    _have_moved(running_mean, running_var, tracked, dense)
+    return z, mean, invstd
 
 
 def sums(
@@ -507,24 +556,36 @@ def sums(
     a: float,
     variant: str,
     residual: Tensor | None = None,
+    mean: Tensor | None = None,
+    invstd: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """∑ dy (which is dβ) and ∑ dy·x̂ (which is dγ) of every channel."""
     sum_dy, sum_dy_xhat = torch.empty(2, z.shape[1], dtype=torch.float32, device=z.device)
     with _on(z):
         maps = [_as(dz, z), z, z if residual is None else _as(residual, z)]
-        vectors = [_vector(weight, sum_dy), _vector(bias, sum_dy), sum_dy, sum_dy_xhat]
-        _launch(device.sums_kernel, 3, 0, maps + vectors, (floor, a), _flags(weight, bias, residual, phi, variant))
+        vectors = [*(_vector(v, sum_dy) for v in (weight, bias, mean, invstd)), sum_dy, sum_dy_xhat]
+        flags = _flags(weight, bias, residual, phi, variant, mean)
+        _launch(device.sums_kernel, 3, 0, maps + vectors, (floor, a), flags)
     return sum_dy, sum_dy_xhat
 
 
 def _flags(
-    weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, phi: Activation, variant: str
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    phi: Activation,
+    variant: str,
+    mean: Tensor | None,
 ) -> dict[str, Any]:
     """What is compiled into the kernels of a backward pass."""
-    _, inverse, backward = compiled(phi)
+    forward, inverse, backward = compiled(phi)
+    if mean is not None and phi.inverse is not None:
+        # From x: what φ′ wants is φ(y); without an inverse, y itself, and the identity stands there already.
+        inverse = forward
     return {
         "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "RESIDUAL": residual is not None,
-        "INVERSE": inverse, "BACKWARD": backward, "VARIANT_I": variant == "I",
+        "FROM_X": mean is not None, "INVERSE": inverse, "BACKWARD": backward,
+        "VARIANT_I": variant == "I" or mean is not None,
     }  # fmt: skip
 
 
@@ -543,13 +604,14 @@ def input_grad(
     variant: str,
     residual: Tensor | None = None,
     dr: Tensor | None = None,
+    mean: Tensor | None = None,
 ) -> Tensor:
     """dx, in a new buffer laid out as z. Sums of None mean fixed statistics, and then dx = γ·invstd·dy."""
     dx = _like(z)
     with _on(z):
         maps = [_as(dz, z), z, z if residual is None else _as(residual, z), dx, dx if dr is None else dr]
-        vectors = [_vector(v, invstd) for v in (weight, bias, invstd, sum_dy, sum_dy_xhat)]
-        flags = _flags(weight, bias, residual, phi, variant) | {"NEED_R": dr is not None, "FIXED": sum_dy is None}
+        vectors = [_vector(v, invstd) for v in (weight, bias, mean, invstd, sum_dy, sum_dy_xhat)]
+        flags = _flags(weight, bias, residual, phi, variant, mean) | {"NEED_R": dr is not None, "FIXED": sum_dy is None}
         _launch(device.input_grad_kernel, 5, 0, maps + vectors, (max(count, 1), floor, a), flags)
     return dx
 
@@ -578,16 +640,17 @@ def input_grad_batch(
     variant: str,
     residual: Tensor | None = None,
     dr: Tensor | None = None,
+    mean: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dγ, dβ of a local batch."""
     with _on(z):
         dz, r = _as(dz, z), None if residual is None else _as(residual, z)
-        together = _input_grad_together(dz, z, weight, bias, invstd, floor, phi, a, variant, r, dr)
+        together = _input_grad_together(dz, z, weight, bias, invstd, floor, phi, a, variant, r, dr, mean)
     if together is not None:
         return together
     rest = (floor, phi, a, variant, r)
-    sum_dy, sum_dy_xhat = sums(dz, z, weight, bias, *rest)
-    dx = input_grad(dz, z, weight, bias, invstd, sum_dy, sum_dy_xhat, z.numel() // z.shape[1], *rest, dr)
+    sum_dy, sum_dy_xhat = sums(dz, z, weight, bias, *rest, mean, invstd)
+    dx = input_grad(dz, z, weight, bias, invstd, sum_dy, sum_dy_xhat, z.numel() // z.shape[1], *rest, dr, mean)
     return dx, sum_dy_xhat, sum_dy
 
 
@@ -607,6 +670,7 @@ def _input_grad_together(
     variant: str,
     residual: Tensor | None,
     dr: Tensor | None,
+    mean: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """dx, dγ, dβ in one launch; None, and no buffer left behind, where that takes two."""
     aligned = (z.data_ptr() | dz.data_ptr() | (0 if residual is None else residual.data_ptr())) % 16
@@ -615,8 +679,8 @@ def _input_grad_together(
         return None
     dx, sum_dy, sum_dy_xhat = _like(z), torch.empty_like(invstd), torch.empty_like(invstd)
     maps = [dz, z, z if residual is None else residual, dx, dx if dr is None else dr]
-    vectors = [_vector(weight, invstd), _vector(bias, invstd), invstd, sum_dy, sum_dy_xhat]
-    flags = _flags(weight, bias, residual, phi, variant) | {"NEED_R": dr is not None}
+    vectors = [*(_vector(v, invstd) for v in (weight, bias, mean)), invstd, sum_dy, sum_dy_xhat]
+    flags = _flags(weight, bias, residual, phi, variant, mean) | {"NEED_R": dr is not None}
     if _launch(device.backward_kernel, 5, 2 if residual is None else 3, maps + vectors, (floor, a), flags):
         return dx, sum_dy_xhat, sum_dy
     _APART.add(kind)

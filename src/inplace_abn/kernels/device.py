@@ -234,12 +234,12 @@ def moments_from(k, first, second, m):
 
 @triton.jit
 def transform(
-    x_ptr, r_ptr, mean, scale, beta, a, slab, member, chunks, per,
+    x_ptr, r_ptr, z_ptr, mean, scale, beta, a, slab, member, chunks, per,
     rows, channels, pixels, row_stride, channel_stride, across,
     RESIDUAL: tl.constexpr, PHI: tl.constexpr, INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """z = φ((x − mean)·scale + β [+ r]) over a member's share of x, last tile first: that was read last."""
+    """z = φ((x − mean)·scale + β [+ r]) over a member's share of x, last tile first: that was read last. z may be x."""
     offsets, position, limit, tiles, step = walk(
         slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, V, EDGES
     )
@@ -254,7 +254,7 @@ def transform(
         y = (x - mean) * scale + beta
         if RESIDUAL:
             y += tl.load(r_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        tl.store(x_ptr + at, PHI(y, a).to(x_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+        tl.store(z_ptr + at, PHI(y, a).to(z_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
     if EDGES:
         # The first of a block looks after its edges.
         if member % chunks == 0:
@@ -262,29 +262,40 @@ def transform(
             e = (tl.load(x_ptr + edge, mask=there, other=0.0).to(tl.float32) - mean) * scale + beta
             if RESIDUAL:
                 e += tl.load(r_ptr + edge, mask=there, other=0.0).to(tl.float32)
-            tl.store(x_ptr + edge, PHI(e, a).to(x_ptr.dtype.element_ty), mask=there)
+            tl.store(z_ptr + edge, PHI(e, a).to(z_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def recovered(
-    at, inside, z, dz, r_ptr, gamma, beta, a,
-    RESIDUAL: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
+    at, inside, z, dz, r_ptr, mean, invstd, gamma, beta, a,
+    RESIDUAL: tl.constexpr, FROM_X: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
 ):  # fmt: skip
-    """dy, and x̂ = (y − β)/γ (I) or y − β (II), with y = φ⁻¹(z) [− r]."""
+    """dy, and x̂ = (y − β)/γ (I) or y − β (II), with y = φ⁻¹(z) [− r].
+
+    FROM_X: z is x itself, y is computed as forward does, and it is x̂ in any case; then INVERSE is what BACKWARD wants of y: φ, or
+    nothing where φ cannot be inverted and is differentiated from y.
+    """
     z = z.to(tl.float32)
-    centred = INVERSE(z, a) - beta
-    if RESIDUAL:
-        centred -= tl.load(r_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if VARIANT_I:
-        centred = centred / gamma
-    return BACKWARD(dz.to(tl.float32), z, a), centred
+    if FROM_X:
+        centred = z - mean
+        y = centred * (gamma * invstd) + beta
+        if RESIDUAL:
+            y += tl.load(r_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        return BACKWARD(dz.to(tl.float32), INVERSE(y, a), a), centred * invstd
+    else:
+        centred = INVERSE(z, a) - beta
+        if RESIDUAL:
+            centred -= tl.load(r_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if VARIANT_I:
+            centred = centred / gamma
+        return BACKWARD(dz.to(tl.float32), z, a), centred
 
 
 @triton.jit
 def add_gradients(
-    dz_ptr, z_ptr, r_ptr, gamma, beta, a, slab, member, chunks, per,
+    dz_ptr, z_ptr, r_ptr, mean, invstd, gamma, beta, a, slab, member, chunks, per,
     rows, channels, pixels, row_stride, channel_stride, across,
-    RESIDUAL: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
+    RESIDUAL: tl.constexpr, FROM_X: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -292,6 +303,8 @@ def add_gradients(
     offsets, position, limit, tiles, step = walk(
         slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, V, EDGES
     )
+    mean = over_tile(mean, INNER)
+    invstd = over_tile(invstd, INNER)
     gamma = over_tile(gamma, INNER)
     beta = over_tile(beta, INNER)
     one = no_lines(INNER, BR, BC, V, U)
@@ -303,7 +316,7 @@ def add_gradients(
         # dz = 0 outside, and with it dy.
         dz = tl.load(dz_ptr + at, mask=inside, other=0.0, eviction_policy="evict_last")
         dy, centred = recovered(
-            at, inside, z, dz, r_ptr, gamma, beta, a, RESIDUAL, INVERSE, BACKWARD, VARIANT_I
+            at, inside, z, dz, r_ptr, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, INVERSE, BACKWARD, VARIANT_I
         )  # fmt: skip
         one += by_line(dy, INNER, BR, BC, U)
         other += by_line(dy * centred, INNER, BR, BC, U)
@@ -315,7 +328,7 @@ def add_gradients(
             e_z = tl.load(z_ptr + edge, mask=there, other=0.0)
             e_dz = tl.load(dz_ptr + edge, mask=there, other=0.0)
             e_dy, e_centred = recovered(
-                edge, there, e_z, e_dz, r_ptr, gamma, beta, a, RESIDUAL, INVERSE, BACKWARD, VARIANT_I
+                edge, there, e_z, e_dz, r_ptr, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, INVERSE, BACKWARD, VARIANT_I
             )  # fmt: skip
             one += tl.sum(tl.sum(e_dy, 1), 0)
             other += tl.sum(tl.sum(e_dy * e_centred, 1), 0)
@@ -324,9 +337,9 @@ def add_gradients(
 
 @triton.jit
 def gradient(
-    dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, gamma, beta, scale, slope, constant, a, slab, member, chunks, per,
+    dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, mean, invstd, gamma, beta, scale, slope, constant, a, slab, member, chunks, per,
     rows, channels, pixels, row_stride, channel_stride, across,
-    RESIDUAL: tl.constexpr, NEED_R: tl.constexpr,
+    RESIDUAL: tl.constexpr, NEED_R: tl.constexpr, FROM_X: tl.constexpr,
     INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr, FIXED: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -335,6 +348,8 @@ def gradient(
     offsets, position, limit, tiles, step = walk(
         slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, V, EDGES
     )
+    mean = over_tile(mean, INNER)
+    invstd = over_tile(invstd, INNER)
     gamma = over_tile(gamma, INNER)
     beta = over_tile(beta, INNER)
     scale = over_tile(scale, INNER)
@@ -347,7 +362,7 @@ def gradient(
         z = tl.load(z_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
         dz = tl.load(dz_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
         dy, centred = recovered(
-            at, inside, z, dz, r_ptr, gamma, beta, a, RESIDUAL, INVERSE, BACKWARD, VARIANT_I
+            at, inside, z, dz, r_ptr, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, INVERSE, BACKWARD, VARIANT_I
         )  # fmt: skip
         dx = dy * scale if FIXED else dy * scale + (centred * slope + constant)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
@@ -360,7 +375,7 @@ def gradient(
             e_z = tl.load(z_ptr + edge, mask=there, other=0.0)
             e_dz = tl.load(dz_ptr + edge, mask=there, other=0.0)
             e_dy, e_centred = recovered(
-                edge, there, e_z, e_dz, r_ptr, gamma, beta, a, RESIDUAL, INVERSE, BACKWARD, VARIANT_I
+                edge, there, e_z, e_dz, r_ptr, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, INVERSE, BACKWARD, VARIANT_I
             )  # fmt: skip
             e_dx = e_dy * scale if FIXED else e_dy * scale + (e_centred * slope + constant)
             tl.store(dx_ptr + edge, e_dx.to(dx_ptr.dtype.element_ty), mask=there)
@@ -515,7 +530,7 @@ def forward_kernel(
             # While there is something else to do.
             ahead = sample(x_ptr, c + G * W, c + G * W < channels, rows, pixels, row_stride, channel_stride)
             transform(
-                x_ptr, r_ptr, mean, scale, shifted_by(bias_ptr, c, known, HAS_BIAS, W), a, slab, member, chunks, per,
+                x_ptr, r_ptr, x_ptr, mean, scale, shifted_by(bias_ptr, c, known, HAS_BIAS, W), a, slab, member, chunks, per,
                 rows, channels, pixels, row_stride, channel_stride, across,
                 RESIDUAL, PHI, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
             )  # fmt: skip
@@ -524,10 +539,11 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, weight_ptr, bias_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr, words_ptr, sync_ptr,
+    dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr,
+    words_ptr, sync_ptr,
     rows, channels, pixels, row_stride, channel_stride, across, chunks, per, slabs, S, G, m, floor, a,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NEED_R: tl.constexpr,
-    INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
+    FROM_X: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
     SHARED: tl.constexpr, MW: tl.constexpr, BS: tl.constexpr, THREADS: tl.constexpr,
@@ -547,10 +563,12 @@ def backward_kernel(
         if slab < slabs:
             gamma = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, W)
             beta = shifted_by(bias_ptr, c, known, HAS_BIAS, W)
+            invstd = tl.load(invstd_ptr + c, mask=known, other=0.0)
+            mean = tl.load(mean_ptr + c, mask=known, other=0.0) if FROM_X else invstd
             one, other = add_gradients(
-                dz_ptr, z_ptr, r_ptr, gamma, beta, a, slab, member, chunks, per,
+                dz_ptr, z_ptr, r_ptr, mean, invstd, gamma, beta, a, slab, member, chunks, per,
                 rows, channels, pixels, row_stride, channel_stride, across,
-                RESIDUAL, INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
+                RESIDUAL, FROM_X, INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
             )  # fmt: skip
             if SHARED:
                 one, other = exchange(one, other, words_ptr, group, member, S, n, epoch, S * G, W, MW, BS, THREADS)
@@ -559,14 +577,14 @@ def backward_kernel(
             if member == n % S:
                 tl.store(sum_dy_ptr + c, one, mask=known)
                 tl.store(sum_dy_xhat_ptr + c, other, mask=known)
-            scale = gamma * tl.load(invstd_ptr + c, mask=known, other=0.0)
+            scale = gamma * invstd
             slope = -scale * other / m
             if not VARIANT_I:
                 slope = slope / gamma
             gradient(
-                dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, gamma, beta, scale, slope, -scale * one / m, a,
+                dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, mean, invstd, gamma, beta, scale, slope, -scale * one / m, a,
                 slab, member, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
-                RESIDUAL, NEED_R, INVERSE, BACKWARD, VARIANT_I, False, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
+                RESIDUAL, NEED_R, FROM_X, INVERSE, BACKWARD, VARIANT_I, False, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
             )  # fmt: skip
     finish(sync_ptr, sync_ptr, epoch, rounds, False, SHARED)
 
@@ -643,13 +661,13 @@ def moments_kernel(
 
 @triton.jit
 def transform_kernel(
-    x_ptr, r_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, tracked_ptr,
+    x_ptr, r_ptr, z_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, tracked_ptr,
     rows, channels, pixels, row_stride, channel_stride, across, chunks, per, S, floor, a,
     COUNTED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PHI: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """z = φ(γ·(x − mean)·invstd + β [+ r]), over x; num_batches_tracked ← num_batches_tracked + 1.
+    """z = φ(γ·(x − mean)·invstd + β [+ r]), over x or elsewhere; num_batches_tracked ← num_batches_tracked + 1.
 
     Grid: slabs·S, backwards: what moments_kernel read last may still be cached. Bytes: x read and written once, r read.
     """
@@ -661,7 +679,7 @@ def transform_kernel(
     mean = tl.load(mean_ptr + c, mask=known, other=0.0).to(tl.float32)
     invstd = tl.load(invstd_ptr + c, mask=known, other=0.0).to(tl.float32)
     transform(
-        x_ptr, r_ptr, mean, guarded(weight_ptr, c, known, floor, HAS_WEIGHT, W) * invstd,
+        x_ptr, r_ptr, z_ptr, mean, guarded(weight_ptr, c, known, floor, HAS_WEIGHT, W) * invstd,
         shifted_by(bias_ptr, c, known, HAS_BIAS, W), a, slab, program // slabs, chunks, per,
         rows, channels, pixels, row_stride, channel_stride, across, RESIDUAL, PHI, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
     )  # fmt: skip
@@ -671,9 +689,9 @@ def transform_kernel(
 
 @triton.jit
 def sums_kernel(
-    dz_ptr, z_ptr, r_ptr, weight_ptr, bias_ptr, sum_dy_ptr, sum_dy_xhat_ptr, partial_ptr, count_ptr,
+    dz_ptr, z_ptr, r_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr, partial_ptr, count_ptr,
     rows, channels, pixels, row_stride, channel_stride, across, chunks, per, S, floor, a,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FROM_X: tl.constexpr,
     INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, BS: tl.constexpr,
@@ -688,10 +706,15 @@ def sums_kernel(
     c = slab * W + tl.arange(0, W)
     known = c < channels
     gamma = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, W)
+    mean = gamma
+    invstd = gamma
+    if FROM_X:
+        mean = tl.load(mean_ptr + c, mask=known, other=0.0).to(tl.float32)
+        invstd = tl.load(invstd_ptr + c, mask=known, other=0.0).to(tl.float32)
     one, other = add_gradients(
-        dz_ptr, z_ptr, r_ptr, gamma, shifted_by(bias_ptr, c, known, HAS_BIAS, W), a, slab, member, chunks, per,
+        dz_ptr, z_ptr, r_ptr, mean, invstd, gamma, shifted_by(bias_ptr, c, known, HAS_BIAS, W), a, slab, member, chunks, per,
         rows, channels, pixels, row_stride, channel_stride, across,
-        RESIDUAL, INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
+        RESIDUAL, FROM_X, INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
     )  # fmt: skip
     publish(one, other, partial_ptr, slab, member, S, W)
     if is_last(count_ptr + slab, S):
@@ -704,10 +727,10 @@ def sums_kernel(
 
 @triton.jit
 def input_grad_kernel(
-    dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, weight_ptr, bias_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr,
+    dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr,
     rows, channels, pixels, row_stride, channel_stride, across, chunks, per, S, m, floor, a,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NEED_R: tl.constexpr,
-    INVERSE: tl.constexpr, BACKWARD: tl.constexpr, FIXED: tl.constexpr, VARIANT_I: tl.constexpr,
+    FROM_X: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr, FIXED: tl.constexpr, VARIANT_I: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -721,7 +744,9 @@ def input_grad_kernel(
     c = slab * W + tl.arange(0, W)
     known = c < channels
     gamma = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, W)
-    scale = gamma * tl.load(invstd_ptr + c, mask=known, other=0.0).to(tl.float32)
+    invstd = tl.load(invstd_ptr + c, mask=known, other=0.0).to(tl.float32)
+    mean = tl.load(mean_ptr + c, mask=known, other=0.0).to(tl.float32) if FROM_X else invstd
+    scale = gamma * invstd
     slope = scale
     constant = scale
     if not FIXED:
@@ -730,7 +755,8 @@ def input_grad_kernel(
         if not VARIANT_I:
             slope = slope / gamma
     gradient(
-        dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, gamma, shifted_by(bias_ptr, c, known, HAS_BIAS, W), scale, slope, constant, a,
+        dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, mean, invstd, gamma, shifted_by(bias_ptr, c, known, HAS_BIAS, W),
+        scale, slope, constant, a,
         slab, program // slabs, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
-        RESIDUAL, NEED_R, INVERSE, BACKWARD, VARIANT_I, FIXED, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
+        RESIDUAL, NEED_R, FROM_X, INVERSE, BACKWARD, VARIANT_I, FIXED, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
     )  # fmt: skip

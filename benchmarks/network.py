@@ -3,8 +3,8 @@
     python benchmarks/network.py [--net resnet50] [--batch 256] [--steps 20] [--rounds 2] [--out benchmarks/results]
 
 bfloat16 by autocast, channels_last, SGD with momentum, random images of 224 by 224. The standard network has batch norm, in-place
-ReLU and sum as torch's own steps; ours has the sum inside of the layer and leaky ReLU. "budget 0.99" is torch.compile told to
-keep less (``torch._functorch.config.activation_memory_budget``). Candidates take turns, round after round.
+ReLU and sum as torch's own steps; "in place" has the sum inside of the layer and leaky ReLU, "exact ReLU" the standard function,
+recomputed where it is read. "budget 0.99" is torch.compile told to keep less (``torch._functorch.config.activation_memory_budget``). Candidates take turns, round after round.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inplace_abn import ABN, InPlaceABN, models
+from inplace_abn import ABN, InPlaceABN, models, recompute
 
 COLUMNS = ["net", "batch", "candidate", "images_per_second", "p10", "p90", "peak_gib", "static_gib", "rounds", "steps"]
 COLUMNS += ["gpu", "torch", "triton"]
-CANDIDATES = ("standard", "compile", "compile, budget 0.99", "in place", "in place, compile")
+CANDIDATES = ("standard", "compile", "compile, budget 0.99", "in place", "in place, compile", "exact ReLU, recomputed")
 
 
 class Standard(ABN):
@@ -50,9 +50,13 @@ class Standard(ABN):
 
 
 def build(net: str, candidate: str) -> nn.Module:
-    norm_act = functools.partial(Standard, activation="relu") if "in place" not in candidate else InPlaceABN
+    exact = functools.partial(InPlaceABN, activation="relu")
+    standard = functools.partial(Standard, activation="relu")
+    norm_act = InPlaceABN if "in place" in candidate else exact if "exact" in candidate else standard
     torch.manual_seed(0)
     model: nn.Module = getattr(models, net)(norm_act=norm_act)
+    if "recomputed" in candidate:
+        recompute(model)
     return model.cuda().to(memory_format=torch.channels_last)
 
 

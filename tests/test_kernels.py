@@ -154,6 +154,13 @@ def test_from_x(kernels, shape, layout, name):
     want = reference.input_grad(*stored, invstd, *sums, m, 0.0, phi, a, "II", r.double(), dr64, mean)
     assert near(got[0], want, m, x.dtype) and near(got[1], sums[1], m) and near(got[2], sums[0], m)
     assert near(dr, dr64, 1, x.dtype)
+    # Where x̂ was kept instead, its mean is 0.
+    xhat = torch.empty_like(x).copy_(F.batch_norm(x.float(), None, None, training=True))
+    got = kernels.input_grad_batch(dz, xhat, weight, bias, invstd, 0.0, phi, a, "II", r, None, 0.0)
+    stored = (dz.double(), xhat.double(), weight, bias)
+    sums = reference.sums(*stored, 0.0, phi, a, "II", r.double(), 0.0, invstd)
+    want = reference.input_grad(*stored, invstd, *sums, m, 0.0, phi, a, "II", r.double(), None, 0.0)
+    assert near(got[0], want, m, x.dtype) and near(got[1], sums[1], m) and near(got[2], sums[0], m)
 
 
 @runs_here
@@ -373,7 +380,8 @@ for name, phi in ACTIVATIONS.items():
             w = c.constants["W"]
             constants = {
                 **c.constants, "PHI": forward, "INVERSE": inverse, "BACKWARD": backward, "VARIANT_I": False,
-                "HAS_WEIGHT": True, "HAS_BIAS": True, "RESIDUAL": True, "NEED_R": True, "FROM_X": phi.inverse is None,
+                "HAS_WEIGHT": True, "HAS_BIAS": True, "RESIDUAL": True, "NEED_R": True,
+                "FROM_X": phi.inverse is None, "HAT": False,
                 "TRACK": True, "CUMULATIVE": True, "COUNTED": True, "FIXED": False,
                 "SHARED": True, "MW": min(w, 2), "BS": 128, "THREADS": 32 * kernels.WARPS,
             }

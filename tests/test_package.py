@@ -31,6 +31,7 @@ ROOMS = [
     "recompute",
     "functions",
     "modules",
+    "strategies",
     "training",
     "checkpoints",
     "memory",

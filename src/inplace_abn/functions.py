@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from .library import Compiled, backend
 from .ranks import active_group
 from .recompute import Record, is_used
 
-__all__ = ["active_group", "batch_norm_act", "inplace_abn", "inplace_abn_sync"]
+__all__ = ["Settings", "active_group", "batch_norm_act", "inplace_abn", "inplace_abn_sync", "keeping_x"]
 
 VARIANTS = ("I", "II")
 # Least magnitude of γ, unless the caller says otherwise.
@@ -126,24 +127,30 @@ def inplace_abn(
         traced: Tensor = Compiled.apply(x, weight, bias, residual, *vectors[2:], *rest)  # type: ignore[no-untyped-call]
         return traced
     if keeps_x:
-        return _keeping_x(x, vectors, how, residual)
+        return keeping_x(x, vectors, how, residual)
     z: Tensor = _apply(x, weight, bias, residual, vectors[2:], how)
     return z
 
 
-def _keeping_x(
+def keeping_x(
     x: Tensor,
     vectors: tuple[Tensor | None, ...],
     how: Settings,
-    residual: Tensor | None,
+    residual: Tensor | None = None,
     group: Any = None,
     anchor: Tensor | None = None,
 ) -> Tensor:
     """A new z, of which readers within recompute keep a handle."""
-    record = Record(residual, how.phi, how.a, how.floor)
+    record = Record(partial(_again, how), residual)
     z: Tensor = _apply(x, *vectors[:2], residual, vectors[2:], how, group, anchor, record)
     record.belongs_to(z)
     return z
+
+
+def _again(how: Settings, saved: tuple[Any, ...], z: Tensor) -> None:
+    """Z once more, of the x that was kept."""
+    x, weight, bias, residual, invstd, mean = saved
+    backend(x).normalize_(x, mean, invstd, weight, bias, how.floor, how.phi, how.a, residual, z)
 
 
 def _warn_of_two_maps(phi: Activation) -> None:
@@ -223,7 +230,7 @@ def _synchronised(
         z: Tensor = InPlaceABN.apply(x, *vectors[:2], residual, vectors[2:], how, group, anchor)  # type: ignore[no-untyped-call]
         return z
     _warn_of_two_maps(how.phi)
-    return _keeping_x(x, vectors, how._replace(floor=0.0), residual, group, anchor)
+    return keeping_x(x, vectors, how._replace(floor=0.0), residual, group, anchor)
 
 
 def batch_norm_act(

@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .activations import Activation
 from .context import Passing
-from .library import backend
 
 __all__ = ["Record", "is_used", "recompute"]
 
@@ -39,10 +38,11 @@ Module = TypeVar("Module", bound=nn.Module)
 class Record:
     """How z was made. Shared by the layer's node, which owns it, and by the handles in the nodes of its readers."""
 
-    def __init__(self, residual: Tensor | None, phi: Activation, a: float, floor: float) -> None:
+    def __init__(self, again: Callable[[tuple[Any, ...], Tensor], None], residual: Tensor | None = None) -> None:
         before = None if residual is None else find(residual)
         self.depth: int = 0 if before is None else before.depth + 1
-        self.phi, self.a, self.floor = phi, a, floor
+        # Fills its second argument with z, from what the layer saved.
+        self.again = again
         # Weak: handles have the record.
         self.handles: weakref.WeakSet[Handle] = weakref.WeakSet()
         self.z: Tensor | None = None
@@ -75,13 +75,12 @@ class Record:
     def value(self) -> Tensor:
         """Z, to the bit."""
         if self.z is None:
-            x, weight, bias, residual, invstd, mean = self.saved()
+            saved = self.saved()
+            x = saved[0]
             assert x is not None
+            self.z = torch.empty_strided(self.shape, self.stride, dtype=x.dtype, device=x.device)
             with torch.no_grad():
-                z = torch.empty_strided(self.shape, self.stride, dtype=x.dtype, device=x.device)
-                rest = (self.floor, self.phi, self.a, residual, z)
-                backend(x).normalize_(x, mean, invstd, weight, bias, *rest)
-            self.z = z
+                self.again(saved, self.z)
         return self.z
 
 

@@ -7,7 +7,8 @@ With a residual r, of x's shape and dtype, z = φ(y + r); backward then recovers
 written into the buffer ``dr`` where one is given. r itself is only read.
 
 Where x is kept instead of z (activations without an inverse, or ill-conditioned γ), backward is handed x and its mean, computes y
-as forward did, and needs no inverse: :func:`normalize_batch` forward, the verbs of backward with ``mean``.
+as forward did, and needs no inverse: :func:`normalize_batch` forward, the verbs of backward with ``mean``. A mean of 0.0, a plain
+number, says that x̂ was kept.
 
 Four verbs: :func:`moments` and :func:`normalize_` forward, :func:`sums` and :func:`input_grad` backward. A synchronised layer
 puts a collective between the two of a pair; a local one runs each pair as one: :func:`normalize_batch_`,
@@ -159,7 +160,7 @@ def sums(
     a: float,
     variant: str,
     residual: Tensor | None = None,
-    mean: Tensor | None = None,
+    mean: Tensor | float | None = None,
     invstd: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """∑ dy (which is dβ) and ∑ dy·x̂ (which is dγ) of every channel, in float64."""
@@ -187,7 +188,7 @@ def input_grad(
     variant: str,
     residual: Tensor | None = None,
     dr: Tensor | None = None,
-    mean: Tensor | None = None,
+    mean: Tensor | float | None = None,
 ) -> Tensor:
     """dx, in a new buffer laid out as z. Sums of None mean fixed statistics, and then dx = γ·invstd·dy."""
     gamma, beta = affine(z, weight, bias, floor)
@@ -281,7 +282,7 @@ def input_grad_batch(
     variant: str,
     residual: Tensor | None = None,
     dr: Tensor | None = None,
-    mean: Tensor | None = None,
+    mean: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dγ, dβ of a local batch: :func:`sums` and :func:`input_grad` with one recovery of y and dy for both.
 
@@ -386,12 +387,12 @@ def _recovered(
     a: float,
     variant: str,
     residual: Tensor | None,
-    mean: Tensor | None,
+    mean: Tensor | float | None,
     invstd: Tensor | None,
 ) -> Iterator[tuple[tuple[slice, ...], Tensor, Tensor]]:
     """For every tile: its index, dy, and what the variant works on, x̂ (I) or y − β (II), in a buffer of its own.
 
-    With a mean, z is x, and it is always x̂.
+    With a mean, z is x (or x̂, with 0.0), and it is always x̂.
     """
     if mean is not None and invstd is not None:
         for index in _tiles(z):
@@ -418,19 +419,24 @@ def _repeated(
     phi: Activation,
     a: float,
     residual: Tensor | None,
-    mean: Tensor,
+    mean: Tensor | float,
     invstd: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """dy and x̂ of one tile from x itself, with y as :func:`normalize_` computes it."""
+    """dy and x̂ of one tile from x itself, with y as :func:`normalize_` computes it; or from x̂, whose mean is 0.0."""
     forward, _, backward = _formulas(phi)
     c = index[1]
-    centred = x[index].to(wide(x)) - _along(mean[c], x)
-    y = centred * _along(gamma[c] * invstd[c].double(), x) + _along(beta[c], x)
+    if isinstance(mean, float):
+        xhat = x[index].to(wide(x), copy=True)
+        y = xhat * _along(gamma[c], x) + _along(beta[c], x)
+    else:
+        xhat = x[index].to(wide(x)) - _along(mean[c], x)
+        y = xhat * _along(gamma[c] * invstd[c].double(), x) + _along(beta[c], x)
+        xhat *= _along(invstd[c], x)
     if residual is not None:
         y += residual[index]
     # Invertible activations differentiate from their output, others from their input.
     dy = backward(dz[index].to(wide(x)), y if phi.inverse is None else forward(y, a), a)
-    return dy, centred.mul_(_along(invstd[c], x))
+    return dy, xhat
 
 
 def _merged(tiles: list[tuple[slice, Tensor, Tensor, int]]) -> tuple[Tensor, Tensor]:

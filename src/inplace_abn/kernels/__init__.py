@@ -289,9 +289,9 @@ def _counters(where: torch.device, stream: int, slabs: int, floats: int) -> tupl
     return torch.empty(floats, dtype=torch.float32, device=where), torch.zeros(slabs, dtype=torch.int32, device=where)
 
 
-def _vector(v: Tensor | None, instead: Tensor) -> Tensor:
+def _vector(v: Tensor | float | None, instead: Tensor) -> Tensor:
     """A per-channel vector as the kernels read it; where there is none, any pointer will do."""
-    return instead if v is None else v.contiguous()
+    return v.contiguous() if isinstance(v, Tensor) else instead
 
 
 def _on(x: Tensor) -> AbstractContextManager[Any]:
@@ -556,7 +556,7 @@ def sums(
     a: float,
     variant: str,
     residual: Tensor | None = None,
-    mean: Tensor | None = None,
+    mean: Tensor | float | None = None,
     invstd: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """∑ dy (which is dβ) and ∑ dy·x̂ (which is dγ) of every channel."""
@@ -575,7 +575,7 @@ def _flags(
     residual: Tensor | None,
     phi: Activation,
     variant: str,
-    mean: Tensor | None,
+    mean: Tensor | float | None,
 ) -> dict[str, Any]:
     """What is compiled into the kernels of a backward pass."""
     forward, inverse, backward = compiled(phi)
@@ -584,7 +584,7 @@ def _flags(
         inverse = forward
     return {
         "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "RESIDUAL": residual is not None,
-        "FROM_X": mean is not None, "INVERSE": inverse, "BACKWARD": backward,
+        "FROM_X": mean is not None, "HAT": isinstance(mean, float), "INVERSE": inverse, "BACKWARD": backward,
         "VARIANT_I": variant == "I" or mean is not None,
     }  # fmt: skip
 
@@ -604,7 +604,7 @@ def input_grad(
     variant: str,
     residual: Tensor | None = None,
     dr: Tensor | None = None,
-    mean: Tensor | None = None,
+    mean: Tensor | float | None = None,
 ) -> Tensor:
     """dx, in a new buffer laid out as z. Sums of None mean fixed statistics, and then dx = γ·invstd·dy."""
     dx = _like(z)
@@ -640,7 +640,7 @@ def input_grad_batch(
     variant: str,
     residual: Tensor | None = None,
     dr: Tensor | None = None,
-    mean: Tensor | None = None,
+    mean: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dγ, dβ of a local batch."""
     with _on(z):
@@ -670,7 +670,7 @@ def _input_grad_together(
     variant: str,
     residual: Tensor | None,
     dr: Tensor | None,
-    mean: Tensor | None,
+    mean: Tensor | float | None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """dx, dγ, dβ in one launch; None, and no buffer left behind, where that takes two."""
     aligned = (z.data_ptr() | dz.data_ptr() | (0 if residual is None else residual.data_ptr())) % 16

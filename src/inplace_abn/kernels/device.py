@@ -268,20 +268,21 @@ def transform(
 @triton.jit
 def recovered(
     at, inside, z, dz, r_ptr, mean, invstd, gamma, beta, a,
-    RESIDUAL: tl.constexpr, FROM_X: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
+    RESIDUAL: tl.constexpr, FROM_X: tl.constexpr, HAT: tl.constexpr,
+    INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
 ):  # fmt: skip
     """dy, and x̂ = (y − β)/γ (I) or y − β (II), with y = φ⁻¹(z) [− r].
 
-    FROM_X: z is x itself, y is computed as forward does, and it is x̂ in any case; then INVERSE is what BACKWARD wants of y: φ, or
-    nothing where φ cannot be inverted and is differentiated from y.
+    FROM_X: z is x itself, or x̂ (HAT); y is computed as forward does, and what is returned is x̂ in any case. Then INVERSE is what
+    BACKWARD wants of y: φ, or nothing where φ cannot be inverted and is differentiated from y.
     """
     z = z.to(tl.float32)
     if FROM_X:
-        centred = z - mean
-        y = centred * (gamma * invstd) + beta
+        centred = z if HAT else z - mean
+        y = centred * gamma + beta if HAT else centred * (gamma * invstd) + beta
         if RESIDUAL:
             y += tl.load(r_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        return BACKWARD(dz.to(tl.float32), INVERSE(y, a), a), centred * invstd
+        return BACKWARD(dz.to(tl.float32), INVERSE(y, a), a), centred if HAT else centred * invstd
     else:
         centred = INVERSE(z, a) - beta
         if RESIDUAL:
@@ -295,7 +296,8 @@ def recovered(
 def add_gradients(
     dz_ptr, z_ptr, r_ptr, mean, invstd, gamma, beta, a, slab, member, chunks, per,
     rows, channels, pixels, row_stride, channel_stride, across,
-    RESIDUAL: tl.constexpr, FROM_X: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
+    RESIDUAL: tl.constexpr, FROM_X: tl.constexpr, HAT: tl.constexpr,
+    INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -316,7 +318,7 @@ def add_gradients(
         # dz = 0 outside, and with it dy.
         dz = tl.load(dz_ptr + at, mask=inside, other=0.0, eviction_policy="evict_last")
         dy, centred = recovered(
-            at, inside, z, dz, r_ptr, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, INVERSE, BACKWARD, VARIANT_I
+            at, inside, z, dz, r_ptr, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
         )  # fmt: skip
         one += by_line(dy, INNER, BR, BC, U)
         other += by_line(dy * centred, INNER, BR, BC, U)
@@ -328,7 +330,7 @@ def add_gradients(
             e_z = tl.load(z_ptr + edge, mask=there, other=0.0)
             e_dz = tl.load(dz_ptr + edge, mask=there, other=0.0)
             e_dy, e_centred = recovered(
-                edge, there, e_z, e_dz, r_ptr, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, INVERSE, BACKWARD, VARIANT_I
+                edge, there, e_z, e_dz, r_ptr, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
             )  # fmt: skip
             one += tl.sum(tl.sum(e_dy, 1), 0)
             other += tl.sum(tl.sum(e_dy * e_centred, 1), 0)
@@ -339,7 +341,7 @@ def add_gradients(
 def gradient(
     dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, mean, invstd, gamma, beta, scale, slope, constant, a, slab, member, chunks, per,
     rows, channels, pixels, row_stride, channel_stride, across,
-    RESIDUAL: tl.constexpr, NEED_R: tl.constexpr, FROM_X: tl.constexpr,
+    RESIDUAL: tl.constexpr, NEED_R: tl.constexpr, FROM_X: tl.constexpr, HAT: tl.constexpr,
     INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr, FIXED: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -362,7 +364,7 @@ def gradient(
         z = tl.load(z_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
         dz = tl.load(dz_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
         dy, centred = recovered(
-            at, inside, z, dz, r_ptr, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, INVERSE, BACKWARD, VARIANT_I
+            at, inside, z, dz, r_ptr, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
         )  # fmt: skip
         dx = dy * scale if FIXED else dy * scale + (centred * slope + constant)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
@@ -375,7 +377,7 @@ def gradient(
             e_z = tl.load(z_ptr + edge, mask=there, other=0.0)
             e_dz = tl.load(dz_ptr + edge, mask=there, other=0.0)
             e_dy, e_centred = recovered(
-                edge, there, e_z, e_dz, r_ptr, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, INVERSE, BACKWARD, VARIANT_I
+                edge, there, e_z, e_dz, r_ptr, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
             )  # fmt: skip
             e_dx = e_dy * scale if FIXED else e_dy * scale + (e_centred * slope + constant)
             tl.store(dx_ptr + edge, e_dx.to(dx_ptr.dtype.element_ty), mask=there)
@@ -543,7 +545,7 @@ def backward_kernel(
     words_ptr, sync_ptr,
     rows, channels, pixels, row_stride, channel_stride, across, chunks, per, slabs, S, G, m, floor, a,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NEED_R: tl.constexpr,
-    FROM_X: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
+    FROM_X: tl.constexpr, HAT: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
     SHARED: tl.constexpr, MW: tl.constexpr, BS: tl.constexpr, THREADS: tl.constexpr,
@@ -568,7 +570,7 @@ def backward_kernel(
             one, other = add_gradients(
                 dz_ptr, z_ptr, r_ptr, mean, invstd, gamma, beta, a, slab, member, chunks, per,
                 rows, channels, pixels, row_stride, channel_stride, across,
-                RESIDUAL, FROM_X, INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
+                RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
             )  # fmt: skip
             if SHARED:
                 one, other = exchange(one, other, words_ptr, group, member, S, n, epoch, S * G, W, MW, BS, THREADS)
@@ -584,7 +586,7 @@ def backward_kernel(
             gradient(
                 dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, mean, invstd, gamma, beta, scale, slope, -scale * one / m, a,
                 slab, member, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
-                RESIDUAL, NEED_R, FROM_X, INVERSE, BACKWARD, VARIANT_I, False, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
+                RESIDUAL, NEED_R, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, False, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
             )  # fmt: skip
     finish(sync_ptr, sync_ptr, epoch, rounds, False, SHARED)
 
@@ -691,7 +693,7 @@ def transform_kernel(
 def sums_kernel(
     dz_ptr, z_ptr, r_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr, partial_ptr, count_ptr,
     rows, channels, pixels, row_stride, channel_stride, across, chunks, per, S, floor, a,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FROM_X: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FROM_X: tl.constexpr, HAT: tl.constexpr,
     INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, BS: tl.constexpr,
@@ -714,7 +716,7 @@ def sums_kernel(
     one, other = add_gradients(
         dz_ptr, z_ptr, r_ptr, mean, invstd, gamma, shifted_by(bias_ptr, c, known, HAS_BIAS, W), a, slab, member, chunks, per,
         rows, channels, pixels, row_stride, channel_stride, across,
-        RESIDUAL, FROM_X, INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
+        RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
     )  # fmt: skip
     publish(one, other, partial_ptr, slab, member, S, W)
     if is_last(count_ptr + slab, S):
@@ -730,7 +732,8 @@ def input_grad_kernel(
     dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr,
     rows, channels, pixels, row_stride, channel_stride, across, chunks, per, S, m, floor, a,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NEED_R: tl.constexpr,
-    FROM_X: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr, FIXED: tl.constexpr, VARIANT_I: tl.constexpr,
+    FROM_X: tl.constexpr, HAT: tl.constexpr, INVERSE: tl.constexpr, BACKWARD: tl.constexpr,
+    FIXED: tl.constexpr, VARIANT_I: tl.constexpr,
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -758,5 +761,5 @@ def input_grad_kernel(
         dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, mean, invstd, gamma, shifted_by(bias_ptr, c, known, HAS_BIAS, W),
         scale, slope, constant, a,
         slab, program // slabs, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
-        RESIDUAL, NEED_R, FROM_X, INVERSE, BACKWARD, VARIANT_I, FIXED, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
+        RESIDUAL, NEED_R, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, FIXED, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
     )  # fmt: skip

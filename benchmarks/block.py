@@ -2,7 +2,7 @@
 
     python benchmarks/block.py [--rounds 40] [--batches 32 128] [--out benchmarks/results]       # on a GPU
 
-CONV1 to CONV4 are the modules mod2 to mod5 of the released network, with images of 224 by 224: a block's three units are bn1 and a
+CONV1 to CONV4 are the modules mod2 to mod5 of the released network, for images of 224 by 224: a block's three units are bn1 and a
 1×1 convolution, bn2 and a 3×3 convolution of 64 groups, bn3 and a 1×1 convolution. One row per block, strategy and direction:
 microseconds of device time of the three units together, median over the rounds, candidates taking turns, the L2 cache flushed
 before each; and the bytes that autograd keeps for them. The convolutions are part of every figure.

@@ -4,7 +4,8 @@
 
 bfloat16 by autocast, channels_last, SGD with momentum, random images of 224 by 224. The standard network has batch norm, in-place
 ReLU and sum as torch's own steps; "in place" has the sum inside of the layer and leaky ReLU, "exact ReLU" the standard function,
-recomputed where it is read. "budget 0.99" is torch.compile told to keep less (``torch._functorch.config.activation_memory_budget``). Candidates take turns, round after round.
+recomputed where it is read. "budget 0.99" is torch.compile told to keep less, by
+``torch._functorch.config.activation_memory_budget``. Candidates take turns, round after round.
 """
 
 from __future__ import annotations

@@ -138,6 +138,7 @@ def main() -> None:
                                     [*where, *figures, kept, given.rounds, card, torch.__version__, triton.__version__]
                                 )
                             shown[strategy] = round(sum(statistics.median(by[d]) for d in ("forward", "backward")))
+                        file.flush()
                         print(block, batch, dtype, layout, shown, flush=True)
     print(path)
 

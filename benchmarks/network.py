@@ -5,7 +5,8 @@
 bfloat16 by autocast, channels_last, SGD with momentum, random images of 224 by 224. The standard network has batch norm, in-place
 ReLU and sum as torch's own steps; "in place" has the sum inside of the layer and leaky ReLU, "exact ReLU" the standard function,
 recomputed where it is read. "budget 0.99" is torch.compile told to keep less, by
-``torch._functorch.config.activation_memory_budget``, "CUDA graphs" its mode "reduce-overhead". Candidates take turns, round after round.
+``torch._functorch.config.activation_memory_budget``, "CUDA graphs" its mode "reduce-overhead". Candidates take turns, round after
+round.
 """
 
 from __future__ import annotations
@@ -111,6 +112,10 @@ def main() -> None:
     if given.only:
         print(json.dumps(measure(given.net, given.batch, given.only, given.steps)))
         return
+    import triton
+
+    card = torch.cuda.get_device_name().replace("NVIDIA ", "").replace(" ", "-")
+    path = given.out / f"network-{card}-torch{torch.__version__.split('+')[0]}-triton{triton.__version__}.csv"
     results: dict[str, list[dict[str, object]]] = {name: [] for name in CANDIDATES}
     for _ in range(given.rounds):
         for name in CANDIDATES:
@@ -121,10 +126,13 @@ def main() -> None:
                 continue
             results[name].append(json.loads(done.stdout.splitlines()[-1]))
             print(name, f"{given.batch / statistics.median(results[name][-1]['seconds']):.0f} images/s", flush=True)
-    import triton
+            write(path, given, results, card, triton.__version__)
+    print(path)
 
-    card = torch.cuda.get_device_name().replace("NVIDIA ", "").replace(" ", "-")
-    path = given.out / f"network-{card}-torch{torch.__version__.split('+')[0]}-triton{triton.__version__}.csv"
+
+def write(path: Path, given: argparse.Namespace, results: dict[str, list[dict[str, object]]], *where: str) -> None:
+    """All that is known so far."""
+    card, triton = where
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(COLUMNS)
@@ -137,10 +145,9 @@ def main() -> None:
             figures = [f"{v:.0f}" for v in (statistics.median(speeds), deciles[0], deciles[-1])] + [
                 f"{v:.2f}" for v in gib
             ]
-            row = [given.net, given.batch, name, *figures, given.rounds, given.steps]
-            rows.writerow([*row, card, torch.__version__, triton.__version__])
-            print(*row)
-    print(path)
+            rows.writerow(
+                [given.net, given.batch, name, *figures, len(runs), given.steps, card, torch.__version__, triton]
+            )
 
 
 if __name__ == "__main__":

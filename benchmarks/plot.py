@@ -1,9 +1,10 @@
-"""Figure and tables out of a layer CSV of a GPU.
+"""Figures and tables out of the CSVs of a GPU.
 
     python benchmarks/plot.py benchmarks/results/layer-H200-torch2.11.0-triton3.6.0.csv
+    python benchmarks/plot.py benchmarks/results/block-H200-torch2.11.0-triton3.6.0.csv
 
-Prints the table of NOTES.md and a summary (floor ratios, speed over the rivals), and draws floor ÷ time of every implementation
-into an SVG beside the CSV.
+Prints the table of NOTES.md and draws an SVG beside the CSV. Of layers: floor ÷ time of every implementation, and a summary
+(floor ratios, speed over the rivals). Of blocks: time over that of the standard strategy, as the paper's Figure 4 has it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import csv
 import math
 from pathlib import Path
+from typing import Any
 
 IMPLS = ("floor", "floor2", "eager", "compile", "ours")
 Rows = dict[tuple[str, ...], dict[str, float]]
@@ -54,7 +56,7 @@ def summary(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: Rows, path: Path) -> None:
+def _pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("svg")
@@ -62,6 +64,11 @@ def draw(rows: Rows, path: Path) -> None:
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "layer"})
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def draw(rows: Rows, path: Path) -> None:
+    plt = _pyplot()
     kinds = list(dict.fromkeys(case[1:] for case in rows))
     high = -(-len(kinds) // 4)
     figure, axes = plt.subplots(high, 4, figsize=(16, 2.6 * high), squeeze=False)
@@ -80,10 +87,62 @@ def draw(rows: Rows, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
+Blocks = dict[tuple[str, ...], dict[str, tuple[float, float, float]]]
+
+
+def read_blocks(path: Path) -> Blocks:
+    """By (batch, dtype, layout, block) and strategy: microseconds forward, backward, and MiB kept."""
+    found: dict[tuple[str, ...], dict[str, dict[str, float]]] = {}
+    with path.open(newline="") as file:
+        for r in csv.DictReader(file):
+            case = (r["batch"], r["dtype"], r["layout"], r["block"])
+            by = found.setdefault(case, {}).setdefault(r["strategy"], {})
+            by[r["direction"]], by["kept"] = float(r["median_us"]), int(r["kept_bytes"]) / 2**20
+    return {
+        case: {name: (v["forward"], v["backward"], v["kept"]) for name, v in by.items()} for case, by in found.items()
+    }
+
+
+def block_table(blocks: Blocks) -> str:
+    names = list(next(iter(blocks.values())))
+    lines = [f"| batch | dtype | layout | block | {' | '.join(names)} |", "|---" * (4 + len(names)) + "|"]
+    for case, by in blocks.items():
+        cells = [f"{f:.0f} + {b:.0f} µs, {kept:.0f} MiB" for f, b, kept in by.values()]
+        lines.append(f"| {' | '.join([*case, *cells])} |")
+    return "\n".join(lines)
+
+
+def draw_blocks(blocks: Blocks, path: Path) -> None:
+    plt = _pyplot()
+    kinds = list(dict.fromkeys(case[:3] for case in blocks))
+    figure, axes = plt.subplots(1, len(kinds), figsize=(4 * len(kinds), 3.2), squeeze=False, sharey=True)
+    for axis, kind in zip(axes.flat, kinds, strict=True):
+        names = [case[3] for case in blocks if case[:3] == kind]
+        strategies = [s for s in next(iter(blocks.values())) if s != "standard"]
+        for i, strategy in enumerate(strategies):
+            over = [
+                100 * (sum(blocks[(*kind, n)][strategy][:2]) / sum(blocks[(*kind, n)]["standard"][:2]) - 1)
+                for n in names
+            ]
+            axis.bar([j + 0.2 * i for j in range(len(names))], over, 0.2, label=strategy)
+        axis.axhline(0, color="0.3", linewidth=0.8)
+        axis.set(title=" ".join(kind), xticks=[j + 0.3 for j in range(len(names))])
+        axis.set_xticklabels(names)
+    axes.flat[0].set_ylabel("time over standard, %")
+    axes.flat[0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     given = parser.parse_args()
+    if given.results.name.startswith("block"):
+        blocks = read_blocks(given.results)
+        print(block_table(blocks))
+        draw_blocks(blocks, given.results.with_suffix(".svg"))
+        return
     rows = read(given.results)
     print(table(rows))
     print(summary(rows))

@@ -74,6 +74,27 @@ def test_the_gpu_figures_are_the_committed_measurement(tmp_path):
     assert "channels_last" in (tmp_path / "layer.svg").read_text()
 
 
+def test_blocks_and_networks_are_the_committed_measurement(tmp_path):
+    notes = (ROOT / "benchmarks" / "NOTES.md").read_text()
+    spec = importlib.util.spec_from_file_location("plot", ROOT / "benchmarks" / "plot.py")
+    plot = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plot)
+    blocks = plot.read_blocks(ROOT / "benchmarks" / "results" / "block-H200-torch2.11.0-triton3.6.0.csv")
+    assert plot.block_table(blocks) in notes
+    time = {name: [sum(by[name][:2]) for by in blocks.values()] for name in next(iter(blocks.values()))}
+    for name in ("checkpoint", "checkpoint_xhat", "inplace_1", "inplace_2"):
+        ratios = [mine / standard for mine, standard in zip(time[name], time["standard"], strict=True)]
+        assert f"{name} {min(ratios):.2f}–{max(ratios):.2f}" in notes
+    # What is said of them: in place is faster than standard and than checkpointing, on every block.
+    for i in range(len(blocks)):
+        assert time["inplace_1"][i] < min(time["standard"][i], time["checkpoint"][i])
+        assert time["inplace_2"][i] < min(time["standard"][i], time["checkpoint_xhat"][i])
+    plot.draw_blocks(blocks, tmp_path / "block.svg")
+    assert "CONV4" in (tmp_path / "block.svg").read_text()
+    for r in read("network-H200-torch2.11.0-triton3.6.0.csv"):
+        assert f"| {r['images_per_second']} ({r['p10']}–{r['p90']}) | {r['peak_gib']} GiB |" in notes
+
+
 def test_the_variants_are_the_committed_measurement():
     notes = (ROOT / "benchmarks" / "NOTES.md").read_text()
     cases: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}

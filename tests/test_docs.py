@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from inplace_abn import ACTIVATIONS
+from inplace_abn import ACTIVATIONS, guard
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
@@ -91,8 +91,24 @@ def test_blocks_and_networks_are_the_committed_measurement(tmp_path):
         assert time["inplace_2"][i] < min(time["standard"][i], time["checkpoint_xhat"][i])
     plot.draw_blocks(blocks, tmp_path / "block.svg")
     assert "CONV4" in (tmp_path / "block.svg").read_text()
+    for r in read("profile-H200-torch2.11.0-triton3.6.0.csv"):
+        assert r["device_ms"] in notes and r["wall_ms"] in notes
     for r in read("network-H200-torch2.11.0-triton3.6.0.csv"):
         assert f"| {r['images_per_second']} ({r['p10']}–{r['p90']}) | {r['peak_gib']} GiB |" in notes
+
+
+def test_the_numerics_are_the_committed_measurement():
+    text = (ROOT / "docs" / "numerics.md").read_text()
+    rows = read("numerics-cpu-torch2.13.0.csv")
+    shown = [
+        r for r in rows if r["dtype"] == "bfloat16" and r["beta"] in ("0.0", "0.5") and r["sigma_r"] in ("0.0", "1.0")
+    ]
+    keys = "gamma beta sigma_r estimate xhat dx dgamma dx_kept dgamma_kept dx_plain dgamma_plain decision".split()
+    assert len(shown) == 24 and all(f"| {' | '.join(r[k] for k in keys)} |" in text for r in shown)
+    for dtype in ("float16", "float32"):
+        worst = max(float(r["dgamma"]) for r in rows if r["dtype"] == dtype and r["decision"] == "inverts")
+        assert f"{worst:.1e}" in text
+    assert f"above {guard.LIMIT}" in text and f"every {guard.EVERY} training" in text
 
 
 def test_the_variants_are_the_committed_measurement():

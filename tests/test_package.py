@@ -24,6 +24,7 @@ SRC = ROOT / "src"
 ROOMS = [
     "activations",
     "context",
+    "guard",
     "ranks",
     "reference",
     "kernels",
@@ -31,6 +32,7 @@ ROOMS = [
     "recompute",
     "functions",
     "modules",
+    "doctor",
     "strategies",
     "training",
     "checkpoints",

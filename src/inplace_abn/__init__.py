@@ -2,6 +2,7 @@
 
 from . import checkpoints
 from .activations import ACTIVATIONS
+from .doctor import doctor, guard_state, load_guard_state
 from .functions import active_group, inplace_abn, inplace_abn_sync
 from .memory import SavedBytes, saved_bytes
 from .modules import ABN, InPlaceABN, InPlaceABNSync, convert_sync, set_active_group
@@ -19,8 +20,11 @@ __all__ = [
     "active_group",
     "checkpoints",
     "convert_sync",
+    "doctor",
+    "guard_state",
     "inplace_abn",
     "inplace_abn_sync",
+    "load_guard_state",
     "param_groups",
     "recompute",
     "saved_bytes",

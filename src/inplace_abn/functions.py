@@ -62,6 +62,7 @@ def inplace_abn(
     weight_floor: float = WEIGHT_FLOOR,
     num_batches_tracked: Tensor | None = None,
     residual: Tensor | None = None,
+    keep_x: bool = False,
 ) -> Tensor:
     r"""Batch normalisation and activation, written over x where autograd allows it.
 
@@ -99,6 +100,8 @@ def inplace_abn(
             taken for the recomputation of a checkpointed segment, and moves nothing.
         residual: r, of x's shape, added before φ; cast to x's dtype if it has another. It is read, never overwritten, and must
             not be changed before backward has used it.
+        keep_x: keep x and leave it as it is, instead of inverting z in backward: exact for any γ and β, at a second map. The
+            layers ask for it where z would not give x̂ back well enough.
 
     Example:
         >>> x = torch.nn.functional.conv2d(torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3, requires_grad=True))
@@ -111,8 +114,8 @@ def inplace_abn(
     _check(x, weight, bias, running_mean, running_var, num_batches_tracked, how)
     if residual is not None:
         residual = _checked_residual(residual, x)
-    keeps_x = phi.inverse is None
-    if keeps_x:
+    keeps_x = keep_x or phi.inverse is None
+    if phi.inverse is None:
         how = how._replace(floor=0.0)
         _warn_of_two_maps(phi)
     else:
@@ -178,6 +181,7 @@ def inplace_abn_sync(
     weight_floor: float = WEIGHT_FLOOR,
     num_batches_tracked: Tensor | None = None,
     residual: Tensor | None = None,
+    keep_x: bool = False,
 ) -> Tensor:
     """:func:`inplace_abn` with statistics over all ranks of ``group`` (None: all ranks), as if one process had all samples.
 
@@ -206,6 +210,7 @@ def inplace_abn_sync(
             weight_floor=weight_floor,
             num_batches_tracked=num_batches_tracked,
             residual=residual,
+            keep_x=keep_x,
         )
     phi, a = resolve(activation, activation_param)
     how = Settings(training, momentum, eps, phi, a, weight_floor, variant)
@@ -214,23 +219,26 @@ def inplace_abn_sync(
     if residual is not None:
         residual = _checked_residual(residual, x)
     # Without gradients nobody expects x to change; a tensor without history is not overwritten.
-    return _synchronised(x if torch.is_grad_enabled() else x.detach(), vectors, how, group, residual)
+    return _synchronised(x if torch.is_grad_enabled() else x.detach(), vectors, how, group, residual, keep_x)
 
 
 # Not torch.compiler.disable, which imports the whole compiler at once.
 @_disable_dynamo
 def _synchronised(
-    x: Tensor, vectors: tuple[Tensor | None, ...], how: Settings, group: Any, residual: Tensor | None
+    x: Tensor, vectors: tuple[Tensor | None, ...], how: Settings, group: Any, residual: Tensor | None, keep_x: bool
 ) -> Tensor:
     """A training call of several ranks."""
     # Gives every rank a backward pass to take part in, even one with nothing to learn.
     anchor = x.new_zeros(0, requires_grad=True)
-    if how.phi.inverse is not None:
+    if how.phi.inverse is None:
+        _warn_of_two_maps(how.phi)
+        how = how._replace(floor=0.0)
+    else:
         warn_of_slope(how.phi, how.a, x.dtype)
-        z: Tensor = InPlaceABN.apply(x, *vectors[:2], residual, vectors[2:], how, group, anchor)  # type: ignore[no-untyped-call]
-        return z
-    _warn_of_two_maps(how.phi)
-    return keeping_x(x, vectors, how._replace(floor=0.0), residual, group, anchor)
+    if keep_x or how.phi.inverse is None:
+        return keeping_x(x, vectors, how, residual, group, anchor)
+    z: Tensor = InPlaceABN.apply(x, *vectors[:2], residual, vectors[2:], how, group, anchor)  # type: ignore[no-untyped-call]
+    return z
 
 
 def batch_norm_act(

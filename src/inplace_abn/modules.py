@@ -8,7 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from . import guard
 from .activations import named, resolve, warn
+from .context import is_traced
 from .functions import VARIANTS, WEIGHT_FLOOR, batch_norm_act, check_options, inplace_abn, inplace_abn_sync
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync", "convert_sync", "set_active_group"]
@@ -157,6 +159,8 @@ class ABN(nn.Module):
             fresh = torch.zeros((), dtype=torch.long, device="cpu" if beside.is_meta else beside.device)
             state_dict[key] = fresh if counter.is_meta else counter
         super()._load_from_state_dict(state_dict, prefix, *args)
+        # New parameters: whether they can be inverted is to be found out.
+        self.__dict__.pop("_guard", None)
 
 
 class InPlaceABN(ABN):
@@ -170,7 +174,8 @@ class InPlaceABN(ABN):
     Parameters and buffers are named as in :class:`torch.nn.BatchNorm2d`, whose state dict loads and computes the same.
 
     γ keeps its sign and is held at least ``weight_floor`` away from zero, in training and evaluation alike, so that it can be
-    divided by. Activations that cannot be inverted (relu, a slope of 0) are computed exactly, without the saving.
+    divided by. A layer whose γ and β would not give x̂ back well enough in the dtype z is stored in keeps x instead, until they
+    do (:func:`inplace_abn.doctor` shows which). So do activations that cannot be inverted; see :func:`inplace_abn.recompute`.
 
     Args:
         variant: the paper's backward pass I (on x̂) or II (on y); II does less work, both give the same gradients.
@@ -226,9 +231,21 @@ class InPlaceABN(ABN):
         arguments["weight_floor"] = self.weight_floor
         return arguments
 
+    def is_invertible(self) -> bool:
+        """Whether φ has an inverse."""
+        return resolve(self.activation, self.activation_param)[0].inverse is not None
+
+    def keeps_x(self, x: Tensor, residual: Tensor | None) -> bool:
+        """Whether a forward pass keeps x because z would not give x̂ back well enough; see :mod:`inplace_abn.guard`."""
+        if not (self.training and torch.is_grad_enabled() and self.is_invertible()):
+            return False
+        own = guard.of(self)
+        # Compiled and transformed code cannot look at numbers: what was decided before holds.
+        return bool(own.keeps_x) if is_traced() else own.decides(self, x, residual)
+
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Z = φ(BN(x)), or φ(BN(x) + residual), in x's own memory where autograd allows it; the residual is only read."""
-        return inplace_abn(x, **self._arguments(), residual=residual)
+        return inplace_abn(x, **self._arguments(), residual=residual, keep_x=self.keeps_x(x, residual))
 
     def extra_repr(self) -> str:
         """What the layer was built with."""
@@ -267,7 +284,8 @@ class InPlaceABNSync(InPlaceABN):
         if not self.training:
             # Without running statistics these are the batch's own, and still nobody else's business.
             return super().forward(x, residual)
-        return inplace_abn_sync(x, **self._arguments(), group=self.group, residual=residual)
+        keep_x = self.keeps_x(x, residual)
+        return inplace_abn_sync(x, **self._arguments(), group=self.group, residual=residual, keep_x=keep_x)
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot be stored.

@@ -261,3 +261,36 @@ def test_a_zero_initialised_network_trains_as_with_plain_steps(dtype):
     noise = max(plain) - min(plain)
     assert max(plain) < 1.9, "it does not learn"
     assert abs(statistics.mean(ours) - statistics.mean(plain)) <= noise
+
+
+def test_another_dtype_and_evaluation_are_looked_at():
+    one = layer(0.01, 3.0)
+    run(one, torch.float32)
+    assert not guard.of(one).keeps_x
+    run(one, torch.bfloat16)
+    assert guard.of(one).keeps_x
+    fixed = layer(0.01, 3.0).eval()
+    run(fixed)
+    assert guard.of(fixed).keeps_x
+
+
+def test_the_doctor_decides_anew():
+    one = layer()
+    assert doctor(one, torch.bfloat16).findings[0].decision == "inverts"
+    with torch.no_grad():
+        one.weight.fill_(0.01)
+        one.bias.fill_(3.0)
+    assert doctor(one, torch.bfloat16).findings[0].decision == "keeps x"
+
+
+def test_a_state_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="the same module"):
+        load_guard_state(nn.Sequential(layer()), guard_state(layer()))
+
+
+def test_a_parametrized_weight_does_not_make_the_host_wait(monkeypatch):
+    waits = counted(monkeypatch)
+    one = torch.nn.utils.parametrizations.weight_norm(layer())
+    for _ in range(5):
+        run(one)
+    assert len(waits) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from inplace_abn import ABN, InPlaceABN, saved_bytes
 from inplace_abn.strategies import STRATEGIES, BNActConv
@@ -96,6 +97,45 @@ def test_an_identity_block_keeps_six_maps_or_three(norm, maps):
     assert saved_bytes(net, x).total // x.nbytes == maps
 
 
+class Block(nn.Module):
+    """ResNeXt's bottleneck with activations in front; shortcuts are projected behind the first of them."""
+
+    def __init__(self, norm, inside, width, outside, stride):
+        super().__init__()
+        self.bn1, self.bn2, self.bn3 = norm(inside), norm(width), norm(width)
+        self.conv1 = nn.Conv2d(inside, width, 1, stride, bias=False)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, groups=64, bias=False)
+        self.conv3 = nn.Conv2d(width, outside, 1, bias=False)
+        self.projected = nn.Conv2d(inside, outside, 1, stride, bias=False) if stride > 1 or inside != outside else None
+
+    def forward(self, x):
+        if self.projected is None:
+            shortcut, h = x.clone(), self.bn1(x)
+        else:
+            h = self.bn1(x)
+            shortcut = self.projected(h)
+        return self.conv3(self.bn3(self.conv2(self.bn2(self.conv1(h))))) + shortcut
+
+
+def resnext50(norm):
+    blocks, inside = [], 64
+    for i, depth in enumerate((3, 4, 6, 3)):
+        for j in range(depth):
+            blocks.append(Block(norm, inside, 128 << i, 256 << i, 2 if i and not j else 1))
+            inside = 256 << i
+    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.MaxPool2d(3, 2, 1)]
+    return nn.Sequential(*stem, *blocks, norm(2048), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
+
+
+def test_bytes_kept_by_a_network_with_activations_in_front():
+    kept = []
+    for norm in (InPlaceABN, lambda c: nn.Sequential(nn.BatchNorm2d(c), nn.ReLU(inplace=True))):
+        with torch.device("meta"):
+            net = resnext50(norm)
+        kept.append(saved_bytes(net, torch.empty(4, 3, 224, 224, device="meta")).total)
+    assert kept[0] <= 0.53 * kept[1]
+
+
 def test_running_statistics_move_once():
     for strategy in STRATEGIES:
         one = unit(strategy)
@@ -112,3 +152,24 @@ def test_an_unknown_strategy_is_named():
 def test_evaluation(strategy):
     x = draw(2, C, 5, 5)
     assert torch.allclose(unit(strategy).eval()(x), unit("standard").eval()(x), rtol=1e-10)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_inside_a_checkpoint_statistics_move_once(strategy):
+    one = unit(strategy)
+    x = draw(3, C, 8, 7).requires_grad_()
+    checkpoint(one, x, use_reentrant=False).sum().backward()
+    assert one.norm.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_value_per_channel_is_refused(strategy):
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        unit(strategy)(draw(1, C, 1, 1).requires_grad_() * 1)
+
+
+def test_another_reader_of_what_xhat_overwrote_raises():
+    h = draw(3, C, 8, 7).requires_grad_() * 1
+    loss = unit("checkpoint_xhat")(h).sum() + h.square().sum()
+    with pytest.raises(RuntimeError, match="hand over a copy"):
+        loss.backward()

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["Passing", "is_exported", "is_traced", "is_transformed", "is_wrapped", "may_overwrite", "recomputing"]
+__all__ = [
+    "Passing",
+    "is_exported",
+    "is_traced",
+    "is_transformed",
+    "is_wrapped",
+    "may_overwrite",
+    "overlaps",
+    "recomputing",
+]
 
 
 def is_transformed() -> bool:
@@ -86,11 +95,15 @@ def may_overwrite(x: Tensor) -> bool:
             return False
         if torch._C._autograd._get_creation_meta(x) != _PLAIN_VIEW:
             return False
-    # Every stride must step over all that the smaller ones reach; else two indices may share an element.
+    return not overlaps(x)
+
+
+def overlaps(x: Tensor) -> bool:
+    """Whether two indices of x may share an element: every stride must step over all that the smaller ones reach."""
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1:
             if stride <= reach:
-                return False
+                return True
             reach += stride * (size - 1)
-    return True
+    return False

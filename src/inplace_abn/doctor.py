@@ -69,8 +69,8 @@ def doctor(model: nn.Module, dtype: torch.dtype | None = None) -> Checkup:
         stored = dtype or (torch.get_default_dtype() if given is None else given.dtype)
         errors = guard.estimate(layer.weight, layer.bias, None, stored, layer.weight_floor, layer.num_features)
         error = float(errors.double().square().mean().sqrt())
-        if own.keeps_x is None:
-            own.keeps_x = guard.is_too_large(errors)
+        # What a residual adds is known to the layer alone.
+        own.keeps_x = guard.is_too_large(errors) or (own.saw_residual and bool(own.keeps_x))
         decision = "keeps x" if own.keeps_x else "inverts"
         if not layer.is_invertible():
             decision = "keeps x: no inverse"
@@ -85,6 +85,11 @@ def guard_state(model: nn.Module) -> dict[str, Any]:
 
 def load_guard_state(model: nn.Module, state: dict[str, Any]) -> None:
     """Go on deciding as the run that :func:`guard_state` came from. Load the parameters first."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, InPlaceABN) and name in state:
-            guard.of(layer).restore(state[name], layer)
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, InPlaceABN)}
+    if layers.keys() != state.keys():
+        raise ValueError(
+            f"the state has layers {sorted(state.keys() - layers.keys())} that the model has not, and not its "
+            f"{sorted(layers.keys() - state.keys())}; hand over the same module that guard_state was called on"
+        )
+    for name, layer in layers.items():
+        guard.of(layer).restore(state[name], layer)

@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo
 
 from . import ranks, reference
 from .activations import Activation, resolve, warn_of_slope, warn_once
-from .context import is_exported, is_traced, is_transformed, is_wrapped, may_overwrite, recomputing
+from .context import is_exported, is_traced, is_transformed, is_wrapped, may_overwrite, overlaps, recomputing
 from .library import Compiled, backend
 from .ranks import active_group
 from .recompute import Record, is_used
@@ -144,6 +144,9 @@ def keeping_x(
     anchor: Tensor | None = None,
 ) -> Tensor:
     """A new z, of which readers within recompute keep a handle."""
+    if overlaps(x):
+        # z is laid out as x.
+        x = x.contiguous()
     record = Record(partial(_again, how), residual)
     z: Tensor = _apply(x, *vectors[:2], residual, vectors[2:], how, group, anchor, record)
     record.belongs_to(z)

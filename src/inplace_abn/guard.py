@@ -9,16 +9,17 @@ is left of it, so a channel's error, relative to x̂'s unit variance, is about
 Small γ alone is harmless; |β|/|γ| and the residual over |γ| are not, and γ = 0 cannot be inverted at all. A layer whose channels
 have a root-mean-square e above :data:`LIMIT` keeps x instead of inverting, which is exact for any γ.
 
-When that is found out: at the layer's first training forward, and after its γ or β were loaded or edited by anything but an
-optimizer, the host waits for the estimate, once. From then on it is refreshed every :data:`EVERY` training forwards from a copy
-that was started as many forwards earlier: nobody waits, and the same run takes the same decisions, as does a resumed one that
-restores :func:`guard_state`.
+When that is found out: at the layer's first forward with gradients, when x comes in another dtype, and after its γ or β were
+loaded or edited by anything but an optimizer, the host waits for the estimate, once. (Edits through ``.data`` go unseen.) From
+then on it is refreshed every :data:`EVERY` such forwards from a copy that was started as many forwards earlier: nobody waits, and
+the same run takes the same decisions, as does a resumed one that restores :func:`inplace_abn.guard_state`.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,13 +63,7 @@ def is_too_large(errors: Tensor) -> bool:
     return not float(errors.double().square().mean()) <= LIMIT**2
 
 
-class Known(NamedTuple):
-    """Which γ and β a decision is about."""
-
-    weight: int
-    weight_version: int
-    bias: int
-    bias_version: int
+Known = tuple[int, int, int, int, torch.dtype]
 
 
 class Guard:
@@ -79,6 +74,7 @@ class Guard:
         self.steps = 0
         self.known: Known | None = None
         self.was_known = False
+        self.saw_residual = False
         self.pending: Tensor | None = None
         self.event: Any = None
 
@@ -87,14 +83,16 @@ class Guard:
         return Guard, ()
 
     def decides(self, layer: nn.Module, x: Tensor, residual: Tensor | None) -> bool:
-        """Whether this training forward keeps x."""
+        """Whether this forward keeps x."""
         if x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return bool(self.keeps_x)
-        if not x.is_floating_point() or (residual is not None and residual.shape != x.shape):
+        if residual is not None and (residual.shape != x.shape or residual.device != x.device):
             # An error to come.
             return False
-        weight, bias = layer.weight, layer.bias
-        now = _known(weight, bias)
+        if not x.is_floating_point():
+            return False
+        now = _known(layer, x.dtype)
+        self.saw_residual = self.saw_residual or residual is not None
         if self.keeps_x is None or now != self.known:
             self.keeps_x = is_too_large(self._errors(layer, x, residual))
             self.known, self.steps, self.pending = now, 0, None
@@ -129,13 +127,16 @@ class Guard:
         if self.event is not None:
             self.event.synchronize()
         pending = None if self.pending is None else self.pending.tolist()
-        return {"keeps_x": self.keeps_x, "steps": self.steps, "pending": pending}
+        dtype = None if self.known is None else str(self.known[-1]).removeprefix("torch.")
+        decided = {"keeps_x": self.keeps_x, "steps": self.steps, "pending": pending}
+        return decided | {"dtype": dtype, "saw_residual": self.saw_residual}
 
     def restore(self, state: dict[str, Any], layer: nn.Module) -> None:
         """Go on as the run that :meth:`state` came from; its γ and β must be in the layer already."""
         self.keeps_x, self.steps, self.event = state["keeps_x"], state["steps"], None
         self.pending = None if state["pending"] is None else torch.tensor(state["pending"])
-        self.known = _known(layer.weight, layer.bias)
+        self.known = None if state["dtype"] is None else _known(layer, getattr(torch, state["dtype"]))
+        self.saw_residual = state["saw_residual"]
         _register(layer)
 
 
@@ -148,30 +149,48 @@ def of(layer: nn.Module) -> Guard:
     return guard
 
 
-def _known(weight: Any, bias: Any) -> Known:
-    return Known(id(weight), getattr(weight, "_version", 0), id(bias), getattr(bias, "_version", 0))
+def _known(layer: nn.Module, dtype: torch.dtype) -> Known:
+    """Which γ and β, of which version, a decision is about, and for which dtype of x."""
+    numbers = []
+    for v in (layer.weight, layer.bias):
+        # A parametrized one is new every time; it is looked at by count alone.
+        numbers += [id(v), v._version] if isinstance(v, nn.Parameter) and not v.is_inference() else [0, 0]
+    return numbers[0], numbers[1], numbers[2], numbers[3], dtype
 
 
-# Layers that have decided. What an optimizer does to their parameters is no reason to look again at once.
-_LAYERS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# By parameter, the layers that have decided. What an optimizer does to it is no reason to look again at once.
+_LAYERS: dict[int, weakref.WeakSet[nn.Module]] = {}
+_LOCK = threading.Lock()
 _HOOKED: list[Any] = []
 
 
 def _register(layer: nn.Module) -> None:
-    _LAYERS.add(layer)
-    if not _HOOKED:
-        _HOOKED.append(register_optimizer_step_pre_hook(_before))
-        _HOOKED.append(register_optimizer_step_post_hook(_after))
+    with _LOCK:
+        for gone in [key for key, layers in _LAYERS.items() if not layers]:
+            del _LAYERS[gone]
+        for v in (layer.weight, layer.bias):
+            if isinstance(v, nn.Parameter):
+                _LAYERS.setdefault(id(v), weakref.WeakSet()).add(layer)
+        if not _HOOKED:
+            _HOOKED.append(register_optimizer_step_pre_hook(_before))
+            _HOOKED.append(register_optimizer_step_post_hook(_after))
 
 
-def _before(*_: Any) -> None:
-    for layer in _LAYERS:
+def _of_optimizer(optimizer: Any) -> list[nn.Module]:
+    """The layers whose parameters an optimizer has."""
+    with _LOCK:
+        sets = [_LAYERS.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
+        return [layer for layers in sets if layers is not None for layer in layers]
+
+
+def _before(optimizer: Any, *_: Any) -> None:
+    for layer in _of_optimizer(optimizer):
         guard = of(layer)
-        guard.was_known = guard.known == _known(layer.weight, layer.bias)
+        guard.was_known = guard.known is not None and guard.known == _known(layer, guard.known[-1])
 
 
-def _after(*_: Any) -> None:
-    for layer in _LAYERS:
+def _after(optimizer: Any, *_: Any) -> None:
+    for layer in _of_optimizer(optimizer):
         guard = of(layer)
-        if guard.was_known:
-            guard.known = _known(layer.weight, layer.bias)
+        if guard.was_known and guard.known is not None:
+            guard.known = _known(layer, guard.known[-1])

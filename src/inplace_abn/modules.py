@@ -237,7 +237,7 @@ class InPlaceABN(ABN):
 
     def keeps_x(self, x: Tensor, residual: Tensor | None) -> bool:
         """Whether a forward pass keeps x because z would not give x̂ back well enough; see :mod:`inplace_abn.guard`."""
-        if not (self.training and torch.is_grad_enabled() and self.is_invertible()):
+        if not (torch.is_grad_enabled() and self.is_invertible()):
             return False
         own = guard.of(self)
         # Compiled and transformed code cannot look at numbers: what was decided before holds.

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .context import Passing
+from .context import Passing, is_traced
 
 __all__ = ["Record", "is_used", "recompute"]
 
@@ -49,6 +49,7 @@ class Record:
         # The layer's node; weak, since it has the record.
         self.node: Any = None
         self._saved: tuple[Tensor | None, ...] | None = None
+        self._versions: list[int] = []
 
     def belongs_to(self, z: Tensor) -> None:
         """From now on, who saves z within :func:`recompute` gets a handle; unless z is an anchor."""
@@ -56,7 +57,7 @@ class Record:
         if z.grad_fn is None or self.depth >= ANCHOR:
             return
         self.shape, self.stride, self.offset = z.shape, z.stride(), z.storage_offset()
-        self.version = z._version
+        self.version, self.dtype = z._version, z.dtype
         # While this lives no other storage can be taken for it.
         self._storage = StorageWeakRef(z.untyped_storage())
         _RECORDS[self._storage.cdata] = self
@@ -65,7 +66,11 @@ class Record:
         """What the layer saved. Read once: under activation checkpointing a second reading would fail."""
         if self._saved is None:
             self._saved = self.node().saved_tensors
+            self._versions = [_version(t) for t in self._saved or ()]
         assert self._saved is not None
+        # Autograd checked them when they were read.
+        for t, version in zip(self._saved, self._versions, strict=True):
+            _check_version(t, version)
         return self._saved
 
     def forget(self) -> None:
@@ -110,11 +115,43 @@ _RECORDS: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary
 
 
 def find(t: Tensor) -> Record | None:
-    """The record of t's storage, if t is z or a view of it, and nobody has written to it since."""
-    if not _RECORDS or t.layout != torch.strided:
+    """The record of t's storage, if t is z or a view of it, and nobody has written to it since.
+
+    A detached one may outlive the layer's node, and views of another dtype are none of z's elements: these are kept as they are.
+    """
+    if not _RECORDS or t.layout != torch.strided or not t.requires_grad or t.is_conj() or t.is_neg():
         return None
     record = _RECORDS.get(t.untyped_storage()._cdata)
-    return record if record is not None and t._version == record.version else None
+    return record if record is not None and (t._version, t.dtype) == (record.version, record.dtype) else None
+
+
+def _version(t: Tensor | None) -> int:
+    return 0 if t is None or t.is_inference() else t._version
+
+
+def _check_version(t: Tensor | None, version: int) -> None:
+    """What autograd itself does where no hooks are active."""
+    if _version(t) != version:
+        assert t is not None
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
+            f"{tuple(t.shape)} is at version {_version(t)}; expected version {version} instead"
+        )
+
+
+class Kept:
+    """A tensor that is no business of ours, as autograd would keep it: with its version, and without its history.
+
+    An operation's own output would hold its node, and the node the output, for ever.
+    """
+
+    def __init__(self, t: Tensor) -> None:
+        self.t, self.version = t.detach(), _version(t)
+
+    def tensor(self) -> Tensor:
+        """What was saved, if it is still that."""
+        _check_version(self.t, self.version)
+        return self.t
 
 
 class Hooks(Passing):
@@ -129,29 +166,27 @@ class Hooks(Passing):
         record = find(t)
         if record is not None:
             return Handle(record, t)
-        return t if self.enclosing is None else self.enclosing[0](t)
+        return Kept(t) if self.enclosing is None else self.enclosing[0](t)
 
     def unpack(self, kept: Any) -> Any:
         """The tensor that was packed."""
-        if isinstance(kept, Handle):
-            return kept.tensor()
-        return kept if self.enclosing is None else self.enclosing[1](kept)
+        return kept.tensor() if isinstance(kept, Handle | Kept) else self.enclosing[1](kept)
 
 
 class _Entered(threading.local):
-    """The hooks of the marked modules that are running, innermost last; None where those of another one serve."""
+    """The marked modules that are running, innermost last, and their hooks; None where those of another one serve."""
 
     def __init__(self) -> None:
-        self.hooks: list[Hooks | None] = []
+        self.modules: list[tuple[nn.Module, Hooks | None]] = []
 
 
 _ENTERED = _Entered()
-_MARKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_USED: list[bool] = []
 
 
 def is_used() -> bool:
     """Whether any module was marked."""
-    return bool(_MARKED)
+    return bool(_USED)
 
 
 def recompute(module: Module) -> Module:
@@ -171,29 +206,35 @@ def recompute(module: Module) -> Module:
         >>> saved_bytes(net, torch.randn(2, 4, 16, 16)).total
         8224
     """
-    if module not in _MARKED:
-        _MARKED.add(module)
+    if "_recomputes" not in module.__dict__:
+        # Copies have it, and the hooks.
+        module.__dict__["_recomputes"] = True
+        _USED.append(True)
         module.register_forward_pre_hook(_enter)
         module.register_forward_hook(_leave, always_call=True)
     return module
 
 
 def _enter(module: nn.Module, arguments: Any) -> None:
-    # Hooks of this kind cannot be compiled; the layer itself is plain there.
-    if torch.compiler.is_compiling():
+    # Hooks of this kind can be neither compiled nor transformed; the layer itself is plain there.
+    if is_traced() or not torch.is_grad_enabled():
         return
     # Within another marked module, its hooks are at work already.
     around = torch._C._autograd._top_saved_tensors_default_hooks(False)
     ours = around is not None and isinstance(getattr(around[0], "__self__", None), Hooks)
-    hooks = None if ours or not torch.is_grad_enabled() else Hooks()
+    hooks = None if ours else Hooks()
     if hooks is not None:
         hooks.context.__enter__()
-    _ENTERED.hooks.append(hooks)
+    _ENTERED.modules.append((module, hooks))
 
 
 def _leave(module: nn.Module, arguments: Any, output: Any) -> None:
-    if torch.compiler.is_compiling() or not _ENTERED.hooks:
+    if torch.compiler.is_compiling() or not any(module is entered for entered, _ in _ENTERED.modules):
         return
-    hooks = _ENTERED.hooks.pop()
-    if hooks is not None:
-        hooks.context.__exit__(None, None, None)
+    # Whoever entered after this module has left by an error.
+    while True:
+        last, hooks = _ENTERED.modules.pop()
+        if hooks is not None:
+            hooks.context.__exit__(None, None, None)
+        if last is module:
+            return

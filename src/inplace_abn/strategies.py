@@ -69,7 +69,14 @@ class BNActConv(nn.Module):
         else:
             phi, a = resolve(norm.activation, norm.activation_param)
             how = Settings(True, norm.momentum, norm.eps, phi, a, 0.0, "I")
-            vectors = (norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked)
+            if x.numel() <= x.shape[1]:
+                raise ValueError(
+                    f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}"
+                )
+            buffers: tuple[Tensor | None, ...] = (None, None, None)
+            if norm.track_running_stats:
+                buffers = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+            vectors = (norm.weight, norm.bias, *buffers)
             z = _RUN[self.strategy](x, vectors, how)
         out: Tensor = self.conv(z)
         return out
@@ -83,7 +90,10 @@ def _standard(x: Tensor, vectors: tuple[Tensor | None, ...], how: Settings) -> T
     """Torch's batch norm and φ, in place on y."""
     weight, bias, running_mean, running_var, tracked = vectors
     momentum = how.momentum
-    if tracked is not None:
+    if recomputing():
+        # Statistics move once; here, those of a copy.
+        running_mean, running_var = (None if v is None else v.clone() for v in (running_mean, running_var))
+    elif tracked is not None:
         tracked.add_(1)
         momentum = 1.0 / float(tracked) if momentum is None else momentum
     return how.phi.plain(
@@ -141,8 +151,12 @@ class _KeepingXhat(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dz: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dz: Tensor, dxhat: Tensor | None) -> tuple[Tensor | None, ...]:
         """dx, dweight, dbias from x̂."""
+        if dxhat is not None:
+            raise RuntimeError(
+                "checkpoint_xhat overwrites its input by x̂, and something else reads it: hand over a copy"
+            )
         xhat, weight, bias, invstd = ctx.record.saved()
         how: Settings = ctx.how
         rest = (how.floor, how.phi, how.a, how.variant, None, None, 0.0)

@@ -239,9 +239,11 @@ class InPlaceABN(ABN):
         """Whether a forward pass keeps x because z would not give x̂ back well enough; see :mod:`inplace_abn.guard`."""
         if not (torch.is_grad_enabled() and self.is_invertible()):
             return False
-        own = guard.of(self)
-        # Compiled and transformed code cannot look at numbers: what was decided before holds.
-        return bool(own.keeps_x) if is_traced() else own.decides(self, x, residual)
+        if is_traced():
+            # Compiled and transformed code can neither look at numbers nor change the layer: what was decided before holds.
+            own = self.__dict__.get("_guard")
+            return own is not None and bool(own.keeps_x)
+        return guard.of(self).decides(self, x, residual)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Z = φ(BN(x)), or φ(BN(x) + residual), in x's own memory where autograd allows it; the residual is only read."""

@@ -294,3 +294,11 @@ def test_a_parametrized_weight_does_not_make_the_host_wait(monkeypatch):
     for _ in range(5):
         run(one)
     assert len(waits) == 1
+
+
+def test_counting_bytes_leaves_decisions_alone():
+    net = nn.Sequential(nn.Conv2d(3, C, 1), layer(), layer())
+    run(net[1])
+    before = guard_state(net)
+    saved_bytes(net, torch.randn(2, 3, 5, 5))
+    assert guard_state(net) == before and guard.of(net[2]).keeps_x is None

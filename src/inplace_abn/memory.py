@@ -151,7 +151,8 @@ def _pop(running: list[str]) -> None:
 
 @contextmanager
 def _state_restored(model: nn.Module) -> Iterator[None]:
-    """Put buffers and the random state back as they were."""
+    """Put buffers, guards and the random state back as they were."""
+    guards = [(m, g, dict(vars(g))) for m in model.modules() if (g := m.__dict__.get("_guard")) is not None]
     tables = [(module, dict(module._buffers)) for module in model.modules()]
     # An inference tensor cannot change outside inference mode.
     buffers = [b for _, table in tables for b in table.values() if b is not None and not b.is_inference()]
@@ -164,6 +165,10 @@ def _state_restored(model: nn.Module) -> Iterator[None]:
             for module, table in tables:
                 module._buffers.clear()
                 module._buffers.update(table)
+                module.__dict__.pop("_guard", None)
+            for module, guard, state in guards:
+                vars(guard).update(state)
+                module.__dict__["_guard"] = guard
             with torch.no_grad():
                 for buffer, version, value in before:
                     if buffer._version != version:

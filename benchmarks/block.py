@@ -16,6 +16,7 @@ import statistics
 from pathlib import Path
 
 import torch
+from layer import LAYOUTS, gpu_file, gpu_name
 from torch import Tensor, nn
 
 from inplace_abn import memory
@@ -23,7 +24,6 @@ from inplace_abn.strategies import STRATEGIES, BNActConv
 
 COLUMNS = ["block", "batch", "dtype", "layout", "strategy", "direction", "median_us", "p10_us", "p90_us", "kept_bytes"]
 COLUMNS += ["rounds", "gpu", "torch", "triton"]
-LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
 # Width of a block's input, of its inner maps, and its pixels.
 BLOCKS = {f"CONV{i + 1}": (256 << i, 128 << i, 56 >> i) for i in range(4)}
 
@@ -116,8 +116,7 @@ def main() -> None:
     import triton
 
     torch.backends.cudnn.benchmark = True
-    card = torch.cuda.get_device_name().replace("NVIDIA ", "").replace(" ", "-")
-    path = given.out / f"block-{card}-torch{torch.__version__.split('+')[0]}-triton{triton.__version__}.csv"
+    path, card = gpu_file(given.out, "block"), gpu_name()
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(COLUMNS)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import triton
+from layer import gpu_file, gpu_name
 from torch import nn
 
 from inplace_abn import InPlaceABN
@@ -46,8 +47,7 @@ def main() -> None:
         "InPlaceABN": InPlaceABN(16),
     }
     leaf, dz = torch.randn(2, 16, 4, 4, device="cuda", requires_grad=True), torch.randn(2, 16, 4, 4, device="cuda")
-    card = torch.cuda.get_device_name().replace("NVIDIA ", "").replace(" ", "-")
-    path = given.out / f"host-{card}-torch{torch.__version__.split('+')[0]}-triton{triton.__version__}.csv"
+    path, card = gpu_file(given.out, "host"), gpu_name()
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["run", "layer", "forward_backward_us", "forward_us", "gpu", "torch", "triton"])

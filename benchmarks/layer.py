@@ -208,6 +208,17 @@ def microseconds_per_byte() -> float:
     return copying / (2 * source.nbytes)
 
 
+def gpu_name() -> str:
+    return torch.cuda.get_device_name().replace("NVIDIA ", "").replace(" ", "-")
+
+
+def gpu_file(out: Path, name: str) -> Path:
+    """Where a benchmark of this GPU and these versions writes."""
+    import triton
+
+    return out / f"{name}-{gpu_name()}-torch{torch.__version__.split('+')[0]}-triton{triton.__version__}.csv"
+
+
 def compile_ahead(processes: int) -> None:
     """Fill the compilers' caches on disk by several processes at once; the largest maps are left to the run itself."""
     shares = [
@@ -233,9 +244,7 @@ def gpu(rounds: int, out: Path, share: str | None) -> Path | None:
         return None
     compile_ahead(max(1, (os.cpu_count() or 2) // 2))
     per_byte = microseconds_per_byte()
-    card = torch.cuda.get_device_name().replace("NVIDIA ", "").replace(" ", "-")
-    version = torch.__version__.split("+")[0]
-    path = out / f"layer-{card}-torch{version}-triton{triton.__version__}.csv"
+    path, card = gpu_file(out, "layer"), gpu_name()
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(GPU_COLUMNS)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from layer import gpu_file, gpu_name
 from torch import Tensor, nn
 
 from inplace_abn import ABN, InPlaceABN, models, recompute
@@ -114,8 +115,7 @@ def main() -> None:
         return
     import triton
 
-    card = torch.cuda.get_device_name().replace("NVIDIA ", "").replace(" ", "-")
-    path = given.out / f"network-{card}-torch{torch.__version__.split('+')[0]}-triton{triton.__version__}.csv"
+    path, card = gpu_file(given.out, "network"), gpu_name()
     results: dict[str, list[dict[str, object]]] = {name: [] for name in CANDIDATES}
     for _ in range(given.rounds):
         for name in CANDIDATES:

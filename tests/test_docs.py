@@ -65,6 +65,19 @@ def test_the_gpu_figures_are_the_committed_measurement(tmp_path):
     for dtype in ("bfloat16", "float16", "float32"):
         for rival in ("compile", "eager"):
             assert f"{plot.over(rows, rival, dtype):.2f}" in notes
+    for least, most in ((190, 1e9), (97, 190), (48, 97)):
+        for layout in ("NCHW", "channels_last"):
+            assert plot.reached(rows, least, most, layout) in notes
+    speed = {
+        (r["what"], r["megabytes"]): r["terabytes_per_second"]
+        for r in read("bandwidth-H200-torch2.11.0-triton3.6.0.csv")
+    }
+    memory, both = speed["read 4", "1024"], speed["read and write to DRAM 4", "24"]
+    quoted = [memory, both, speed["read 4", "24"], speed["write 4", "1024"], speed["copy", "1024"]]
+    assert all(figure in notes for figure in [*quoted, speed["read and write to DRAM 4", "4"]])
+    by = rows["16x128x336x336", "bfloat16", "NCHW", "forward"]
+    alone = 16 * 128 * 336**2 * 2 / 1e6 * (1 / float(memory) + 2 / float(both))
+    assert f"takes {alone:.0f} µs" in notes and f"remaining {by['ours'] - alone:.0f} µs" in notes
     for case, by in rows.items():
         if (ratio := by["ours"] / min(by["eager"], by["compile"])) > 1:
             assert f"{ratio:.2f} in {case[1]}" in notes and f"- {case[0]} {case[2]} {case[3]}: " in notes

@@ -24,9 +24,9 @@ SRC = ROOT / "src"
 ROOMS = [
     "activations",
     "context",
-    "guard",
     "ranks",
     "reference",
+    "guard",
     "kernels",
     "library",
     "recompute",

@@ -22,7 +22,7 @@ from .library import Compiled, backend
 from .ranks import active_group
 from .recompute import Record, is_used
 
-__all__ = ["Settings", "active_group", "batch_norm_act", "inplace_abn", "inplace_abn_sync", "keeping_x"]
+__all__ = ["Settings", "active_group", "batch_norm_act", "check", "inplace_abn", "inplace_abn_sync", "keeping_x"]
 
 VARIANTS = ("I", "II")
 # Least magnitude of γ, unless the caller says otherwise.
@@ -111,7 +111,7 @@ def inplace_abn(
     """
     phi, a = resolve(activation, activation_param)
     how = Settings(training, momentum, eps, phi, a, weight_floor, variant)
-    _check(x, weight, bias, running_mean, running_var, num_batches_tracked, how)
+    check(x, weight, bias, running_mean, running_var, num_batches_tracked, how)
     if residual is not None:
         residual = _checked_residual(residual, x)
     keeps_x = keep_x or phi.inverse is None
@@ -217,7 +217,7 @@ def inplace_abn_sync(
         )
     phi, a = resolve(activation, activation_param)
     how = Settings(training, momentum, eps, phi, a, weight_floor, variant)
-    _check(x, weight, bias, running_mean, running_var, num_batches_tracked, how, alone=False)
+    check(x, weight, bias, running_mean, running_var, num_batches_tracked, how, alone=False)
     vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
     if residual is not None:
         residual = _checked_residual(residual, x)
@@ -261,7 +261,7 @@ def batch_norm_act(
     """``batch_norm`` and then the activation, as two steps of torch: what :class:`inplace_abn.ABN` computes."""
     phi, a = resolve(activation, activation_param)
     how = Settings(training, momentum, eps, phi, a, 0.0, "II")
-    _check(x, weight, bias, running_mean, running_var, num_batches_tracked, how)
+    check(x, weight, bias, running_mean, running_var, num_batches_tracked, how)
     if residual is not None:
         residual = _checked_residual(residual, x)
     return _composite(x, weight, bias, running_mean, running_var, num_batches_tracked, how, residual)
@@ -531,7 +531,7 @@ def _share_memory(x: Tensor, residual: Tensor) -> bool:
     return x.untyped_storage().data_ptr() == residual.untyped_storage().data_ptr()
 
 
-def _check(
+def check(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .reference import wide
+
 __all__ = ["EVERY", "LIMIT", "Guard", "estimate", "of"]
 
 # Past this, gradients of γ are noticeably worse than those of 16-bit batch norm itself; see docs/numerics.md.
@@ -52,8 +54,7 @@ def estimate(
         if residual is not None:
             spread = [0, *range(2, residual.dim())]
             # Reduced as it is read: no copy of r in float32.
-            dtype_of_sum = torch.float64 if residual.dtype == torch.float64 else torch.float32
-            norm = torch.linalg.vector_norm(residual, dim=spread, dtype=dtype_of_sum)
+            norm = torch.linalg.vector_norm(residual, dim=spread, dtype=wide(residual))
             inside = inside + (norm.square() / max(residual.numel() // channels, 1)).float()
         return unit(dtype) * inside.sqrt() / gamma
 
@@ -86,10 +87,9 @@ class Guard:
         """Whether this forward keeps x."""
         if x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return bool(self.keeps_x)
-        if residual is not None and (residual.shape != x.shape or residual.device != x.device):
+        fits = residual is None or (residual.shape == x.shape and residual.device == x.device)
+        if not fits or not x.is_floating_point():
             # An error to come.
-            return False
-        if not x.is_floating_point():
             return False
         now = _known(layer, x.dtype)
         self.saw_residual = self.saw_residual or residual is not None
@@ -180,7 +180,8 @@ def _of_optimizer(optimizer: Any) -> list[nn.Module]:
     """The layers whose parameters an optimizer has."""
     with _LOCK:
         sets = [_LAYERS.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
-        return [layer for layers in sets if layers is not None for layer in layers]
+        # γ and β have the same layer.
+        return list({layer for layers in sets if layers is not None for layer in layers})
 
 
 def _before(optimizer: Any, *_: Any) -> None:

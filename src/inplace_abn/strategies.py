@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from .activations import resolve
 from .context import may_overwrite, recomputing
-from .functions import Settings, keeping_x
+from .functions import Settings, check, keeping_x
 from .library import backend
 from .modules import ABN, InPlaceABN
 from .recompute import Record, recompute
@@ -69,14 +69,11 @@ class BNActConv(nn.Module):
         else:
             phi, a = resolve(norm.activation, norm.activation_param)
             how = Settings(True, norm.momentum, norm.eps, phi, a, 0.0, "I")
-            if x.numel() <= x.shape[1]:
-                raise ValueError(
-                    f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}"
-                )
-            buffers: tuple[Tensor | None, ...] = (None, None, None)
+            buffers: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
             if norm.track_running_stats:
                 buffers = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
             vectors = (norm.weight, norm.bias, *buffers)
+            check(x, *vectors, how)
             z = _RUN[self.strategy](x, vectors, how)
         out: Tensor = self.conv(z)
         return out

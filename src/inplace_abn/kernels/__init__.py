@@ -406,9 +406,8 @@ def _moments(
     tracked: Tensor | None = None,
     momentum: float | None = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mean, var = torch.empty(2, x.shape[1], dtype=torch.float32, device=x.device)
-    # Kept for backward, so in a storage of its own.
-    invstd = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
+    # Storages of their own: some are kept for backward, and half of a larger one need not be aligned.
+    mean, var, invstd = (torch.empty(x.shape[1], dtype=torch.float32, device=x.device) for _ in range(3))
     moved = [*(running or (mean, var)), invstd if tracked is None else tracked]
     floats = (x.numel() / x.shape[1], momentum or 0.0, eps)
     flags = {"TRACK": running is not None, "CUMULATIVE": momentum is None}
@@ -560,7 +559,7 @@ def sums(
     invstd: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """∑ dy (which is dβ) and ∑ dy·x̂ (which is dγ) of every channel."""
-    sum_dy, sum_dy_xhat = torch.empty(2, z.shape[1], dtype=torch.float32, device=z.device)
+    sum_dy, sum_dy_xhat = (torch.empty(z.shape[1], dtype=torch.float32, device=z.device) for _ in range(2))
     with _on(z):
         maps = [_as(dz, z), z, z if residual is None else _as(residual, z)]
         vectors = [*(_vector(v, sum_dy) for v in (weight, bias, mean, invstd)), sum_dy, sum_dy_xhat]

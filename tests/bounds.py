@@ -140,6 +140,11 @@ def ulp(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
+def reordered(dtype: torch.dtype, terms: int) -> float:
+    """How far two sums of so many terms of size 1 may be apart that were added up in another order."""
+    return 4 * ulp(dtype) * terms**0.5
+
+
 def unit(dtype: torch.dtype) -> float:
     """u of the rounding error u·|z|: 2⁻⁹ in bfloat16, 2⁻¹² in float16, 2⁻²⁵ in float32."""
     return torch.finfo(dtype).eps / 4

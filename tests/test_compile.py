@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bounds import ulp
+from bounds import reordered
 from inplace_abn import ACTIVATIONS, InPlaceABN
 from inplace_abn.activations import resolve
 
@@ -68,7 +68,7 @@ def step(net, call, x):
 
 
 # Sums of a thousand terms, in another order: convolutions are inductor's to arrange.
-REORDERED = 4 * ulp(torch.float32) * 1024**0.5
+REORDERED = reordered(torch.float32, 1024)
 
 
 def alike(net, call, twin, xs, tolerance=REORDERED):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bounds import ulp
 from inplace_abn import ABN, InPlaceABN, doctor, guard, guard_state, load_guard_state, models, recompute, saved_bytes
 from inplace_abn.recipes.data import VOID, StreetScenes
 
@@ -180,7 +181,7 @@ def test_compiled_code_goes_by_what_was_decided():
     x, dz = (torch.randn(4, C, 6, 6, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(2))
     call = torch.compile(one, backend="aot_eager", fullgraph=True)
     got, want = (torch.autograd.grad(f(x), m.weight, dz)[0] for f, m in ((call, one), (twin, twin)))
-    assert guard.of(twin).keeps_x and (got - want).abs().max() <= 1e-2 * want.abs().max()
+    assert guard.of(twin).keeps_x and (got - want).abs().max() <= 4 * ulp(x.dtype) * want.abs().max()
 
 
 def test_the_doctors_table():

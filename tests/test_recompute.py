@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bounds import reordered
 from inplace_abn import ABN, ACTIVATIONS, InPlaceABN, models, recompute, saved_bytes
 from live import peak_of_a_step
 
@@ -61,14 +62,20 @@ def batch(dtype=torch.float64):
 relu = functools.partial(InPlaceABN, activation="relu")
 
 
+def near(got, want, dtype=torch.float64, layers=5):
+    """Of networks of so many layers: every value is behind 9·C products per layer and pixel."""
+    terms = batch().numel() // 3 * C * 9 * C * layers
+    return (got - want).abs().max() <= reordered(dtype, terms) * (1 + want.abs().max())
+
+
 @pytest.mark.parametrize("name", FLAT)
 def test_gradients_are_those_of_plain_steps(name):
     plain, exact = (network(functools.partial(kind, activation=name), 2) for kind in (ABN, InPlaceABN))
     recompute(exact)
     for got, want in zip(gradients(exact, batch()), gradients(plain, batch()), strict=True):
-        assert (got - want).abs().max() <= 1e-9 * (1 + want.abs().max())
+        assert near(got, want)
     for got, want in zip(exact.buffers(), plain.buffers(), strict=True):
-        assert torch.allclose(got, want, rtol=1e-12)
+        assert near(got, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -164,9 +171,9 @@ def test_with_checkpointing(reentrant, around):
     call(x).square().sum().backward()
     got = [p.grad for p in exact.parameters()]
     for mine, theirs in zip(got, gradients(twin, batch()), strict=True):
-        assert torch.allclose(mine, theirs, rtol=1e-10)
+        assert near(mine, theirs, layers=11)
     # Moved once; a reentrant checkpoint's first run has no graph, and takes torch's own batch norm.
-    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(exact.buffers(), twin.buffers(), strict=True))
+    assert all(near(a, b, layers=11) for a, b in zip(exact.buffers(), twin.buffers(), strict=True))
 
 
 def test_readers_that_write_to_z():
@@ -245,7 +252,7 @@ def test_marked_modules_copy_compile_and_evaluate():
     call = torch.compile(net, fullgraph=True, backend="aot_eager")
     call(batch(torch.float32)).square().sum().backward()
     for got, theirs in zip((p.grad for p in net.parameters()), want, strict=True):
-        assert (got - theirs).abs().max() <= 1e-4 * (1 + theirs.abs().max())
+        assert near(got, theirs, torch.float32, 7)
     for module in (net.eval(), twin.eval()):
         module.load_state_dict(net.state_dict())
     with torch.no_grad():
@@ -262,7 +269,7 @@ def test_frozen_statistics_and_zero_gamma(training):
                 if isinstance(module, ABN):
                     module.weight[:3] = 0
     for got, want in zip(gradients(exact, batch()), gradients(plain, batch()), strict=True):
-        assert (got - want).abs().max() <= 1e-9 * (1 + want.abs().max())
+        assert near(got, want)
 
 
 class Standard(ABN):
@@ -372,7 +379,7 @@ def test_inputs_that_overlap_themselves(how, training):
         z = layer(seen, residual=r)
         dz = torch.randn(seen.shape, generator=g, dtype=torch.float64)
         results.append([z.detach(), *torch.autograd.grad(z, [x, r, *layer.parameters()], dz)])
-    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(*results, strict=True))
+    assert all(near(a, b, layers=1) for a, b in zip(*results, strict=True))
 
 
 def test_readers_of_another_dtype_or_without_gradient():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import worlds
-from bounds import ulp
+from bounds import reordered, ulp
 from inplace_abn import ABN, ACTIVATIONS, InPlaceABN, InPlaceABNSync, inplace_abn, reference, saved_bytes
 from inplace_abn.activations import resolve
 from layouts import LAYOUTS
@@ -34,6 +34,10 @@ def layers(kind=InPlaceABN, dtype=torch.float64, **options):
     return pair
 
 
+def near(got, want, dtype=torch.float64, terms=torch.Size(SHAPE).numel()):
+    return (got - want).abs().max() <= reordered(dtype, terms) * (1 + want.abs().max())
+
+
 def step(layer, x, r, dz):
     x, r = x.clone().requires_grad_(), r.clone().requires_grad_()
     z = layer(x * 1, residual=r * 1)
@@ -49,7 +53,7 @@ def test_equals_three_plain_steps(layout, variant, training):
     for got, want in zip(
         step(ours, view(base), draw(1), draw(2)), step(plain, view(base), draw(1), draw(2)), strict=True
     ):
-        assert (got - want).abs().max() <= 1e-10 * (1 + want.abs().max())
+        assert near(got, want)
 
 
 @pytest.mark.parametrize("name", INVERTIBLE)
@@ -58,7 +62,7 @@ def test_activations(name):
         *(step(layer, draw(0), draw(1), draw(2)) for layer in layers(activation=name, activation_param=1.0)),
         strict=True,
     ):
-        assert (got - want).abs().max() <= 1e-9 * (1 + want.abs().max())
+        assert near(got, want)
 
 
 @pytest.mark.parametrize("variant", ["I", "II"])
@@ -77,7 +81,7 @@ def test_gradcheck(variant):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(16, C, 20, 20), (2, C, 1100, 1100)], ids=["small", "several tiles"])
 def test_error_is_that_of_plain_torch(dtype, shape):
-    """At most twice plain torch's, or for dx and dγ that of the float64 verbs on the same stored z, if it is larger."""
+    """At most twice plain torch's, or that of the float64 verbs on the same stored z for dx and dγ, whichever is larger."""
     x, r, dz = (draw(i, shape, dtype) for i in range(3))
     ours, plain = (layer.float() for layer in layers())
     exact = copy.deepcopy(plain).double()
@@ -87,11 +91,13 @@ def test_error_is_that_of_plain_torch(dtype, shape):
     phi, a = resolve(ours.activation, ours.activation_param)
     stored = (dz.double(), got[0].double(), ours.weight.detach(), ours.bias.detach(), invstd)
     dx, dgamma, _ = reference.input_grad_batch(*stored, ours.weight_floor, phi, a, "II", r.double())
-    best = {1: dx, 3: dgamma}
+    far = lambda v, i: (v.double() - truth[i]).norm()
+    # dγ and dβ are sums of equally many terms of one size, which float32 adds up with more luck or less.
+    allowed = [far(near[0], 0), max(far(near[1], 1), far(dx, 1)), far(near[2], 2)]
+    allowed.append(max(far(near[3], 3), far(near[4], 4), far(dgamma, 3)))
     for i in range(4):
-        error, allowed, on_z = ((v.double() - truth[i]).norm() for v in (got[i], near[i], best.get(i, near[i])))
         # And one rounding of the result.
-        assert error <= 2 * max(allowed, on_z) + ulp(got[i].dtype) * truth[i].norm(), i
+        assert far(got[i], i) <= 2 * allowed[i] + ulp(got[i].dtype) * truth[i].norm(), i
 
 
 def test_r_is_only_read_and_x_overwritten():
@@ -193,7 +199,7 @@ def test_compiled():
     x = torch.randn(2, 8, 9, 9)
     results = [torch.autograd.grad(f(x).square().mean(), list(m.parameters())) for f, m in ((call, net), (twin, twin))]
     for got, want in zip(*results, strict=True):
-        assert (got - want).abs().max() <= 1e-5 * (1 + want.abs().max())
+        assert near(got, want, torch.float32, x.numel() * 9 * 8 * 6)
 
 
 def ranked(rank, world):
@@ -208,7 +214,7 @@ def test_synchronised():
     whole = [torch.cat([draw(seed + rank, (2 + rank, C, 3, 3)) for rank in range(2)]) for seed in (10, 20, 30)]
     want = step(plain, *whole)
     for i in range(3):
-        assert torch.allclose(torch.cat([g[i] for g in got]), want[i], rtol=1e-10)
+        assert torch.allclose(torch.cat([g[i] for g in got]), want[i], rtol=reordered(torch.float64, 63))
     for i in (3, 4):
-        assert torch.allclose(got[0][i] + got[1][i], want[i], rtol=1e-10)
-    assert all(torch.allclose(got[0][i], want[i], rtol=1e-10) for i in (5, 6))
+        assert torch.allclose(got[0][i] + got[1][i], want[i], rtol=reordered(torch.float64, 63))
+    assert all(torch.allclose(got[0][i], want[i], rtol=reordered(torch.float64, 63)) for i in (5, 6))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bounds import reordered
 from inplace_abn import ABN, InPlaceABN, saved_bytes
 from inplace_abn.strategies import STRATEGIES, BNActConv
 
@@ -42,7 +43,7 @@ def test_outputs_gradients_and_statistics_are_the_same(strategy, layout, activat
     for got, want in zip(
         step(unit(strategy, **options), x, dout), step(unit("standard", **options), x, dout), strict=True
     ):
-        assert (got - want).abs().max() <= 1e-9 * (1 + want.abs().max())
+        assert (got - want).abs().max() <= reordered(torch.float64, x.numel() * 9) * (1 + want.abs().max())
 
 
 def kept(strategy):
@@ -151,7 +152,7 @@ def test_an_unknown_strategy_is_named():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_evaluation(strategy):
     x = draw(2, C, 5, 5)
-    assert torch.allclose(unit(strategy).eval()(x), unit("standard").eval()(x), rtol=1e-10)
+    assert torch.allclose(unit(strategy).eval()(x), unit("standard").eval()(x), rtol=reordered(torch.float64, 9 * C))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

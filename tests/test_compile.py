@@ -157,6 +157,20 @@ def test_ways_of_calling(how):
     assert all(norm.num_batches_tracked == 1 for norm in net.norms)
 
 
+# Of the graph with which the compiler makes its pool.
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("options", [{}, {"residual": True}, {"momentum": None}], ids=str)
+def test_cuda_graphs_of_the_compiler(options):
+    """Warmed up, recorded and replayed: nothing of the layer's may stay in the pool of the graphs."""
+    net = Net(**options).to(DEVICE, memory_format=torch.channels_last)
+    twin = copy.deepcopy(net)
+    compiled = torch.compile(net, fullgraph=True, mode="reduce-overhead")
+    # Many channels on a few pixels share words among programs, few on many counters.
+    for shape in ((4, 3, 16, 16), (8, 3, 64, 64)):
+        alike(net, compiled, twin, [batch(*shape) for _ in range(4)])
+
+
 def kept(call, x):
     """Bytes of the storages that autograd holds between forward and backward, parameters aside."""
     storages = {}

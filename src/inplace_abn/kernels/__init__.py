@@ -9,6 +9,8 @@ Which tensors they take: :func:`supports`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from types import FunctionType
@@ -214,7 +216,7 @@ def team(c: Cut, tensors: int, where: Card) -> Team | None:
     programs = where.processors * (where.registers // (registers(inner) * 32 * WARPS))
     held = tensors * c.slab_bytes
     room = [int(share * where.l2) for share in L2_SHARES]
-    if inner and c.slabs > 1 and (held > room[0] or (c.slabs > 8 and c.slabs * held > room[0])):
+    if inner and c.slabs > 1 and (held > room[0] or (c.slabs >= 8 and c.slabs * held > room[0])):
         return None
     teams = []
     for bytes_of_cache in room:
@@ -232,9 +234,9 @@ def _even(slabs: int, most: int) -> int:
     return -(-slabs // rounds)
 
 
-def crew(c: Cut, where: Card) -> Team:
-    """Who works on a slab where nobody waits: enough programs to fill the card some times over."""
-    chunks, per, members = _members(c, min(CREW_OF_SLAB, triton.cdiv(CREW * where.processors, c.slabs)))
+def crew(c: Cut, where: Card, each: int = CREW) -> Team:
+    """Who works on a slab where nobody waits: enough programs to fill the card some times over, so many on each processor."""
+    chunks, per, members = _members(c, min(CREW_OF_SLAB, triton.cdiv(each * where.processors, c.slabs)))
     return Team(chunks, per, members, c.slabs)
 
 
@@ -272,21 +274,42 @@ def _words(x: Tensor, many: int) -> tuple[Tensor, Tensor]:
     """Room for what members exchange, and the epoch with its count of finished programs."""
     # Graphs captured on one stream may be replayed on several: each launch gets words of its own.
     if _capturing(x):
-        return _fresh_words(x, many)
+        return _fresh_words(x.device, many)
     key = x.device, _stream(x)
     if key not in _WORDS or _WORDS[key][0].numel() < many:
-        _WORDS[key] = _fresh_words(x, triton.next_power_of_2(many))
+        _WORDS[key] = _to_stay(_fresh_words, x.device, triton.next_power_of_2(many))
     return _WORDS[key]
 
 
-def _fresh_words(x: Tensor, many: int) -> tuple[Tensor, Tensor]:
-    return torch.zeros(many, dtype=torch.int64, device=x.device), torch.zeros(2, dtype=torch.int32, device=x.device)
+def _fresh_words(where: torch.device, many: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(many, dtype=torch.int64, device=where), torch.zeros(2, dtype=torch.int32, device=where)
 
 
 @cache
 def _counters(where: torch.device, stream: int, slabs: int, floats: int) -> tuple[Tensor, Tensor]:
     """Room for partial results, and arrival counters, which every launch leaves at zero; by stream: launches may overlap."""
+    return _to_stay(_fresh_counters, where, slabs, floats)
+
+
+def _fresh_counters(where: torch.device, slabs: int, floats: int) -> tuple[Tensor, Tensor]:
     return torch.empty(floats, dtype=torch.float32, device=where), torch.zeros(slabs, dtype=torch.int32, device=where)
+
+
+def _to_stay(make: Callable[..., tuple[Tensor, Tensor]], where: torch.device, *sizes: int) -> tuple[Tensor, Tensor]:
+    """What a maker makes on the current stream, out of the allocator's common pool.
+
+    A thread may have been given a pool, as by torch.compile with CUDA graphs, in which nothing may stay: another thread makes it.
+    """
+    if where.type != "cuda":
+        return make(where, *sizes)
+    stream = torch.cuda.current_stream(where)
+
+    def there() -> tuple[Tensor, Tensor]:
+        with torch.cuda.stream(stream):
+            return make(where, *sizes)
+
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(there).result()
 
 
 def _vector(v: Tensor | float | None, instead: Tensor) -> Tensor:
@@ -329,9 +352,9 @@ def _launch(
     if launch.words:
         more = _words(x, launch.words)
     elif launch.room[0]:
-        capturing = _capturing(x)
-        make = _counters.__wrapped__ if capturing else _counters
-        more = make(x.device, 0 if capturing else _stream(x), *launch.room)
+        more = (
+            _fresh_counters(x.device, *launch.room) if _capturing(x) else _counters(x.device, _stream(x), *launch.room)
+        )
     pointers += [t.data_ptr() for t in more]
     # Compiled for pointers aligned as torch allocates; parameters cut out of a larger tensor may not be.
     if launch.run is None or any(p % 16 for p in pointers):
@@ -354,7 +377,9 @@ def _prepare(
     x, where, place = tensors[0], card(tensors[0].device), layout(tensors[0])
     assert place is not None
     c = cut(place, x.element_size(), aligned)
-    t = team(c, twice, where) if twice else crew(c, where)
+    # Reading a single map, with channels innermost, half as many programs have enough to do.
+    lighter = c.constants["INNER"] and kernel in (device.moments_kernel, device.transform_kernel)
+    t = team(c, twice, where) if twice else crew(c, where, CREW // 2 if lighter else CREW)
     if t is None:
         return None
     w, threads = c.constants["W"], 32 * WARPS
@@ -382,7 +407,7 @@ def _prepare(
     if x.is_cuda:
         # Vectors that happen to be unaligned get copies for this; maps that are have their own cut, and no short way.
         alike = [*tensors[:maps], *(v if v.data_ptr() % 16 == 0 else v.clone() for v in tensors[maps:])]
-        extra = _fresh_words(x, 1) if words else _counters.__wrapped__(x.device, 0, 1, 1) if room[0] else ()
+        extra = _fresh_words(x.device, 1) if words else _fresh_counters(x.device, 1, 1) if room[0] else ()
         built = kernel.warmup(*alike, *extra, *numbers, *floats, **constants, **options, grid=(1,))
         run = built[(t.S * t.G, 1, 1)]
         if words and shared and resident(built.n_regs, built.metadata.shared, where) * where.processors < t.S * t.G:

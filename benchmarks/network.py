@@ -1,8 +1,11 @@
 """Training steps of whole networks on a GPU: images per second and peak memory, each candidate in a process of its own.
 
-    python benchmarks/network.py [--net resnet50] [--batch 256] [--steps 20] [--rounds 2] [--out benchmarks/results]
+    python benchmarks/network.py [--net resnet50] [--batch 256] [--size 224] [--steps 20] [--rounds 2] [--out benchmarks/results]
+    python benchmarks/network.py --name converted --net torchvision:resnet50 timm:resnet50 --batch 256 128 --size 224 224
 
-bfloat16 by autocast, channels_last, SGD with momentum, random images of 224 by 224. The standard network has batch norm, in-place
+bfloat16 by autocast, channels_last, SGD with momentum, random images. With a colon, nets are those of torchvision or timm, as
+they are and converted; what :func:`inplace_abn.plan` forecasts for them is added at the end. Without, they are the package's
+own: the standard network has batch norm, in-place
 ReLU and sum as torch's own steps; "in place" has the sum inside of the layer and leaky ReLU, "exact ReLU" the standard function,
 recomputed where it is read. "budget 0.99" is torch.compile told to keep less, by
 ``torch._functorch.config.activation_memory_budget``, "CUDA graphs" its mode "reduce-overhead", whose graphs hold their memory for
@@ -19,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,11 +30,25 @@ import torch.nn.functional as F
 from layer import gpu_file, gpu_name
 from torch import Tensor, nn
 
-from inplace_abn import ABN, InPlaceABN, models, recompute
+from inplace_abn import ABN, InPlaceABN, convert, models, plan, recompute
+from inplace_abn.cli import load
+from inplace_abn.planning import cross_entropy
 
-COLUMNS = ["net", "batch", "candidate", "images_per_second", "p10", "p90", "peak_gib", "reserved_gib", "static_gib"]
-COLUMNS += ["rounds", "steps", "gpu", "torch", "triton"]
+COLUMNS = [
+    "net",
+    "batch",
+    "size",
+    "candidate",
+    "images_per_second",
+    "p10",
+    "p90",
+    "peak_gib",
+    "reserved_gib",
+    "static_gib",
+]
+COLUMNS += ["forecast_gib", "rounds", "steps", "gpu", "torch", "triton"]
 CANDIDATES = ("standard", "compile", "compile, budget 0.99", "compile, CUDA graphs")
+OUTSIDE = (*CANDIDATES[:3], "converted", "converted, leaky ReLU")
 CANDIDATES += ("in place", "in place, compile", "in place, compile, CUDA graphs", "exact ReLU, recomputed")
 
 
@@ -54,17 +72,24 @@ class Standard(ABN):
 
 
 def build(net: str, candidate: str) -> nn.Module:
+    if ":" in net:
+        torch.manual_seed(0)
+        model = load(net)
+        if "converted" in candidate:
+            model, report = convert(model, relu="leaky" if "leaky" in candidate else "exact")
+            assert report.converted == len(report.lines), report
+        return model.cuda().to(memory_format=torch.channels_last)
     exact = functools.partial(InPlaceABN, activation="relu")
     standard = functools.partial(Standard, activation="relu")
     norm_act = InPlaceABN if "in place" in candidate else exact if "exact" in candidate else standard
     torch.manual_seed(0)
-    model: nn.Module = getattr(models, net)(norm_act=norm_act)
+    model = getattr(models, net)(norm_act=norm_act)
     if "recomputed" in candidate:
         recompute(model)
     return model.cuda().to(memory_format=torch.channels_last)
 
 
-def measure(net: str, batch: int, candidate: str, steps: int) -> dict[str, object]:
+def measure(net: str, batch: int, size: int, candidate: str, steps: int) -> dict[str, object]:
     """Seconds of every step and the peak of memory, after a few steps to warm up."""
     torch.backends.cudnn.benchmark = True
     model = build(net, candidate)
@@ -75,12 +100,11 @@ def measure(net: str, batch: int, candidate: str, steps: int) -> dict[str, objec
     mode = "reduce-overhead" if "graphs" in candidate else None
     call = torch.compile(model, mode=mode) if "compile" in candidate else model
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    x = torch.randn(batch, 3, 224, 224, device="cuda").contiguous(memory_format=torch.channels_last)
-    y = torch.randint(0, 1000, (batch,), device="cuda")
+    x = torch.randn(batch, 3, size, size, device="cuda").contiguous(memory_format=torch.channels_last)
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16):
-            loss = F.cross_entropy(call(x), y)
+            loss = cross_entropy(call(x))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -106,51 +130,69 @@ def measure(net: str, batch: int, candidate: str, steps: int) -> dict[str, objec
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--net", default="resnet50")
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--net", nargs="+", default=["resnet50"])
+    parser.add_argument("--batch", type=int, nargs="+", default=[256])
+    parser.add_argument("--size", type=int, nargs="+", default=[224])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--name", default="network")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    cases = list(zip(given.net, given.batch, given.size, strict=True))
     if given.only:
-        print(json.dumps(measure(given.net, given.batch, given.only, given.steps)))
+        print(json.dumps(measure(*cases[0], given.only, given.steps)))
         return
-    import triton
-
-    path, card = gpu_file(given.out, "network"), gpu_name()
-    results: dict[str, list[dict[str, object]]] = {name: [] for name in CANDIDATES}
+    path = gpu_file(given.out, given.name)
+    results: dict[tuple[str, int, int, str], list[dict[str, object]]] = {}
     for _ in range(given.rounds):
-        for name in CANDIDATES:
-            options = ["--net", given.net, "--batch", str(given.batch), "--steps", str(given.steps), "--only", name]
-            done = subprocess.run([sys.executable, __file__, *options], capture_output=True, text=True, timeout=300)
-            if done.returncode:
-                print(f"{name}: {done.stderr[-2000:]}", file=sys.stderr)
-                continue
-            results[name].append(json.loads(done.stdout.splitlines()[-1]))
-            print(name, f"{given.batch / statistics.median(results[name][-1]['seconds']):.0f} images/s", flush=True)
-            write(path, given, results, card, triton.__version__)
+        for net, batch, size in cases:
+            for name in OUTSIDE if ":" in net else CANDIDATES:
+                options = ["--net", net, "--batch", str(batch), "--size", str(size), "--steps", str(given.steps)]
+                command = [sys.executable, __file__, *options, "--only", name]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+                if done.returncode:
+                    print(f"{net} {name}: {done.stderr[-2000:]}", file=sys.stderr)
+                    continue
+                run = json.loads(done.stdout.splitlines()[-1])
+                results.setdefault((net, batch, size, name), []).append(run)
+                speed = batch / statistics.median(run["seconds"])
+                print(net, name, f"{speed:.0f} images/s, {run['peak'] / 2**30:.2f} GiB", flush=True)
+                write(path, given.steps, results)
+    write(path, given.steps, results, forecast)
     print(path)
 
 
-def write(path: Path, given: argparse.Namespace, results: dict[str, list[dict[str, object]]], *where: str) -> None:
+@functools.cache
+def forecast(net: str, batch: int, size: int) -> dict[str, int]:
+    """Peaks that the plan expects, by candidate."""
+    if ":" not in net:
+        return {}
+    return {row.way: row.peak for row in plan(load(net), (batch, 3, size, size), dtype=torch.bfloat16).rows}
+
+
+def write(
+    path: Path,
+    steps: int,
+    results: dict[tuple[str, int, int, str], list[dict[str, object]]],
+    expect: Callable[[str, int, int], dict[str, int]] = lambda *_: {},
+) -> None:
     """All that is known so far."""
-    card, triton = where
+    import triton
+
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(COLUMNS)
-        for name, runs in results.items():
-            if not runs:
-                continue
-            speeds = [given.batch / s for run in runs for s in run["seconds"]]
+        for (net, batch, size, name), runs in results.items():
+            speeds = [batch / s for run in runs for s in run["seconds"]]
             deciles = statistics.quantiles(speeds, n=10) if len(speeds) > 1 else speeds * 9
             gib = [max(run[k] for run in runs) / 2**30 for k in ("peak", "reserved", "static")]
-            figures = [f"{v:.0f}" for v in (statistics.median(speeds), deciles[0], deciles[-1])] + [
-                f"{v:.2f}" for v in gib
-            ]
-            rows.writerow(
-                [given.net, given.batch, name, *figures, len(runs), given.steps, card, torch.__version__, triton]
-            )
+            figures = [f"{v:.0f}" for v in (statistics.median(speeds), deciles[0], deciles[-1])]
+            figures += [f"{v:.2f}" for v in gib]
+            expected = expect(net, batch, size).get(name)
+            figures.append("" if expected is None else f"{expected / 2**30:.2f}")
+            where = [len(runs), steps, gpu_name(), torch.__version__, triton.__version__]
+            rows.writerow([net, batch, size, name, *figures, *where])
 
 
 if __name__ == "__main__":

@@ -37,8 +37,13 @@ ROOMS = [
     "training",
     "checkpoints",
     "memory",
+    "chains",
+    "conversion",
+    "planning",
+    "pages",
     "models",
     "recipes",
+    "cli",
 ]
 
 

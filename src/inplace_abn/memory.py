@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["SavedBytes", "peak_bytes", "saved_bytes"]
+__all__ = ["LiveBytes", "SavedBytes", "peak_bytes", "saved_bytes"]
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,38 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str = "cpu") -
         level += event.nbytes()
         peak = max(peak, level)
     return peak
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations make until they die: ``now``, and the most at once, ``peak``.
+
+    A context. On the meta device nothing is computed. What an operation needs for itself alone, as workspaces, is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def _gone(self, storage: int, size: int) -> None:
+        self._known.discard(storage)
+        self.now -= size
+
+    def know(self, *tensors: Tensor) -> None:
+        """Leave these out of the count."""
+        self._known |= {_storage(t) for t in tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                storage = t.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._known.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return out
 
 
 def _storage(tensor: Tensor) -> int:

@@ -56,6 +56,10 @@ class Record:
         # Without a graph, as in the first run of a reentrant checkpoint, nobody keeps anything.
         if z.grad_fn is None or self.depth >= ANCHOR:
             return
+        # Made in a checkpointed part, whose end it may be: x will be gone, and z the start of the next part.
+        around = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if around is not None and not isinstance(getattr(around[0], "__self__", None), Hooks):
+            return
         self.shape, self.stride, self.offset = z.shape, z.stride(), z.storage_offset()
         self.version, self.dtype = z._version, z.dtype
         # While this lives no other storage can be taken for it.
@@ -213,6 +217,17 @@ def recompute(module: Module) -> Module:
         module.register_forward_pre_hook(_enter)
         module.register_forward_hook(_leave, always_call=True)
     return module
+
+
+def unmark(module: nn.Module) -> None:
+    """Undo :func:`recompute`; a module that was not marked stays as it is."""
+    if module.__dict__.pop("_recomputes", None) is None:
+        return
+    tables: list[Any] = [module._forward_pre_hooks, module._forward_hooks]
+    for table in tables:
+        for key in [key for key, hook in table.items() if hook in (_enter, _leave)]:
+            del table[key]
+            module._forward_hooks_always_called.pop(key, None)
 
 
 def _enter(module: nn.Module, arguments: Any) -> None:

@@ -292,9 +292,9 @@ def input_grad_batch(
     dx is a new buffer (autograd may have other holders of dz, and z is the next layer's input). Transient beside it: y and dy
     of one slab of at most :data:`SLAB` elements, in float32 for 16-bit z, and what the formulas of φ allocate on the way.
     """
-    if z.stride(1) == 1 and (z.numel() > SLAB or dz.stride() != z.stride()):
+    if z.is_meta or (z.stride(1) == 1 and (z.numel() > SLAB or dz.stride() != z.stride())):
         # Channels are innermost. A range of them is crumbs of memory (4 to 9 times slower), and ATen sums them one by one in
-        # float32, as torch does only if dz has the same layout. Two walks over tiles instead.
+        # float32, as torch does only if dz has the same layout. Two walks over tiles instead. (On meta, one tile shows all.)
         sum_dy, sum_dy_xhat = sums(dz, z, weight, bias, floor, phi, a, variant, residual, mean, invstd)
         count = z.numel() // z.shape[1]
         rest = (floor, phi, a, variant, residual, dr, mean)
@@ -358,7 +358,12 @@ def _formulas(phi: Activation) -> tuple[Formula, Formula, Gradient]:
 
 
 def _tiles(x: Tensor) -> list[tuple[slice, ...]]:
-    """Indices that cut x along its outermost dimensions in memory into pieces of at most TILE elements."""
+    """Indices that cut x along its outermost dimensions in memory into pieces of at most TILE elements.
+
+    On meta, where a piece shows as much as all of them, a single pixel of every channel.
+    """
+    if x.is_meta:
+        return [tuple(slice(None) if d == 1 else slice(0, 1) for d in range(x.dim()))]
     cuts: list[tuple[slice, ...]] = [(slice(None),)] * x.dim()
     size = x.numel()
     for d in sorted(range(x.dim()), key=lambda d: (x.stride(d), x.shape[d]), reverse=True):

@@ -1,0 +1,319 @@
+"""``inplace-abn``: info, convert, plan, export, doctor.
+
+Models are named ``torchvision:resnet50``, ``timm:resnet50``, or ``module:callable`` for one's own code, which is imported from
+the current directory and called without arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+EXTRA = "the command line needs rich: pip install 'inplace_abn[cli]'"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Mistake(Exception):
+    """Something the user can put right."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """What can be typed. Made without importing torch."""
+    top = argparse.ArgumentParser(
+        prog="inplace-abn", description="Half the activation memory of convolutional networks."
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=text)
+
+    def of_model(sub: argparse.ArgumentParser, shape: str | None) -> None:
+        sub.add_argument("model", help="torchvision:NAME, timm:NAME, or module:callable")
+        sub.add_argument("--weights", type=Path, metavar="FILE", help="state dict to load: .pt, .pth or .safetensors")
+        if shape is not None:
+            sub.add_argument("--input", default=shape, metavar="N,C,H,W", help=f"shape of a batch (default {shape})")
+
+    command("info", "Show the environment, which backend runs, and why.")
+    sub = command("convert", "Convert a model and report norm by norm what it saves.")
+    of_model(sub, "8,3,224,224")
+    sub.add_argument("--relu", choices=("exact", "leaky", "keep"), default="exact", help="what a ReLU becomes")
+    sub.add_argument("--no-residual", action="store_true", help="leave sums outside of the layers")
+    sub.add_argument("--preserve", nargs="+", default=[], metavar="PATH", help="modules to leave alone")
+    sub.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    sub.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page with a chart")
+    sub = command("plan", "Forecast the memory of a training step, without a GPU.")
+    of_model(sub, "32,3,224,224")
+    sub.add_argument("--memory", metavar="SIZE", help="of the card, such as 24GB: search the largest batch and crop")
+    sub.add_argument("--dtype", choices=DTYPES, default="float32", help="what maps are stored in")
+    sub.add_argument("--optimizer-states", type=int, default=1, metavar="N", help="1 for SGD with momentum, 2 for Adam")
+    sub.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
+    sub = command("export", "Write a model as ONNX for inference.")
+    of_model(sub, "1,3,224,224")
+    sub.add_argument("file", type=Path, help="where to, such as model.onnx")
+    sub.add_argument("--fused", action="store_true", help="fold batch norms into the convolutions")
+    sub = command("doctor", "Estimate how well each layer of a converted model can be inverted.")
+    of_model(sub, None)
+    sub.add_argument("--dtype", choices=DTYPES, default="float32", help="what maps are stored in")
+    sub.add_argument("--relu", choices=("exact", "leaky", "keep"), default="leaky", help="what a ReLU becomes")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command: 0, or 1 after an error, which is told in a line."""
+    given = parser().parse_args(arguments)
+    try:
+        import rich  # noqa: F401
+    except ImportError:
+        print(EXTRA, file=sys.stderr)
+        return 1
+    try:
+        {"info": info, "convert": convert, "plan": plan, "export": export, "doctor": doctor}[given.command](given)
+    except Mistake as error:
+        print(f"inplace-abn: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def show(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> None:
+    """A table, as wide as it needs to be where it goes to a file."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, header_style="bold")
+    for name in head:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell.replace("[", r"\[") for cell in row))
+    console = Console()
+    Console(width=None if console.is_terminal else 200).print(table)
+
+
+def torchvision_package() -> Any:
+    """Torchvision, be its compiled operators for another build of torch: models need none of them."""
+    import torch
+
+    try:
+        return importlib.import_module("torchvision")
+    except ModuleNotFoundError as error:
+        raise Mistake(f"{error}: pip install torchvision") from error
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+        _OPERATORS.append(torch.library.Library("torchvision", "DEF"))
+        for name in ("nms", "qnms"):
+            _OPERATORS[-1].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        return importlib.import_module("torchvision")
+
+
+# Kept, or the names would go with it.
+_OPERATORS: list[Any] = []
+
+
+def load(name: str, weights: Path | None = None) -> Any:
+    """The model of this name."""
+    from torch import nn
+
+    from . import checkpoints
+
+    source, _, rest = name.partition(":")
+    if not rest:
+        raise Mistake(f"model {name!r}: write torchvision:NAME, timm:NAME, or module:callable")
+    if source == "torchvision":
+        torchvision = torchvision_package()
+        options: dict[str, Any] = {"weights": None}
+        try:
+            builder = torchvision.models.get_model_builder(rest)
+        except ValueError as error:
+            raise Mistake(f"torchvision has no model {rest!r}; see torchvision.models.list_models()") from error
+        if "segmentation" in builder.__module__:
+            options["weights_backbone"] = None
+        if rest in ("googlenet", "inception_v3"):
+            options["init_weights"] = True
+        model = builder(**options)
+    elif source == "timm":
+        torchvision_package()
+        try:
+            timm: Any = importlib.import_module("timm")
+        except ModuleNotFoundError as error:
+            raise Mistake(f"{error}: pip install timm") from error
+        try:
+            model = timm.create_model(rest)
+        except RuntimeError as error:
+            raise Mistake(f"timm has no model {rest!r}; see timm.list_models()") from error
+    else:
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            model = getattr(importlib.import_module(source), rest)()
+        except (ModuleNotFoundError, AttributeError) as error:
+            raise Mistake(f"model {name!r}: {error}") from error
+        finally:
+            sys.path.pop(0)
+    if not isinstance(model, nn.Module):
+        raise Mistake(f"{name} gives {type(model).__name__}, not an nn.Module")
+    if weights is not None:
+        try:
+            checkpoints.load(model, weights, scale="signed")
+        except (OSError, ValueError, RuntimeError) as error:
+            raise Mistake(str(error)) from error
+    return model
+
+
+def shape_of(text: str) -> tuple[int, ...]:
+    """Numbers out of "8,3,224,224"."""
+    try:
+        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        shape = ()
+    if len(shape) < 2 or min(shape) < 1:
+        raise Mistake(f"--input {text!r}: write the shape of a batch, such as 8,3,224,224")
+    return shape
+
+
+def info(given: argparse.Namespace) -> None:
+    """The environment."""
+    import torch
+
+    from . import __version__
+
+    try:
+        import triton
+
+        has_triton = str(triton.__version__)
+    except ImportError:
+        has_triton = "not installed"
+    if torch.cuda.is_available():
+        where = [f"{torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+        backend = (
+            "Triton kernels on GPU tensors" if has_triton != "not installed" else "plain torch: triton is not installed"
+        )
+    else:
+        where, backend = ["none that torch can use"], "plain torch: there is no GPU"
+    rows = [
+        ("inplace_abn", __version__),
+        ("python", platform.python_version()),
+        ("system", platform.platform()),
+        ("torch", torch.__version__),
+        ("triton", has_triton),
+        ("CUDA of torch", str(torch.version.cuda)),
+        ("GPUs", ", ".join(where)),
+        ("backend", backend),
+        ("threads", str(torch.get_num_threads())),
+    ]
+    for name in ("torchvision", "timm", "onnx", "onnxruntime", "safetensors"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed"
+        rows.append((name, version))
+    show(("", ""), rows)
+
+
+def convert(given: argparse.Namespace) -> None:
+    """The report."""
+    import torch
+
+    from . import conversion, pages
+
+    model = load(given.model, given.weights)
+    example = torch.empty(shape_of(given.input), device="meta")
+    options = {"relu": given.relu, "residual": not given.no_residual, "preserve": given.preserve}
+    _, report = conversion.convert(model, example=example, dry_run=True, **options)
+    rows = [
+        (line.layer or "(model)", line.pattern, line.decision, conversion.mebibytes(line.bytes_saved), line.reason)
+        for line in report.lines
+    ]
+    show(("layer", "pattern", "decision", "saved", "reason"), rows, given.model)
+    print(report.summary())
+    if given.json is not None:
+        write(given.json, report.to_json())
+    if given.html is not None:
+        write(given.html, pages.page(report, f"{given.model}, {given.input}"))
+
+
+def write(path: Path, text: str) -> None:
+    """To a file, and say so."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise Mistake(f"cannot write {path}: {error.strerror}") from error
+    print(path)
+
+
+def plan(given: argparse.Namespace) -> None:
+    """The forecast."""
+    import torch
+    from rich.console import Console
+
+    from . import planning
+
+    model = load(given.model, given.weights)
+    with Console(stderr=True).status("planning") as status:
+        try:
+            forecast = planning.plan(
+                model,
+                shape_of(given.input),
+                given.memory,
+                dtype=getattr(torch, given.dtype),
+                optimizer_states=given.optimizer_states,
+                progress=lambda text: status.update(text),
+            )
+        except ValueError as error:
+            raise Mistake(str(error)) from error
+    print(forecast)
+    if given.json is not None:
+        write(given.json, json.dumps(forecast.to_dict(), indent=2))
+
+
+def export(given: argparse.Namespace) -> None:
+    """An ONNX file, and how near its outputs are."""
+    import torch
+
+    from . import conversion
+
+    model = load(given.model, given.weights).eval()
+    x = torch.randn(shape_of(given.input), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        want = model(x)
+    model = conversion.fuse(model) if given.fused else conversion.revert(model)
+    try:
+        program = torch.onnx.export(model, (x,), dynamo=True, verbose=False)
+    except ImportError as error:
+        raise Mistake(f"{error}: pip install 'inplace_abn[export]'") from error
+    assert program is not None
+    try:
+        program.save(given.file)
+    except OSError as error:
+        raise Mistake(f"cannot write {given.file}: {error.strerror}") from error
+    print(given.file)
+    if isinstance(want, torch.Tensor):
+        try:
+            (got,) = program(x)
+        except (ImportError, ValueError):
+            print("not compared: onnxruntime is not installed, or the model has several outputs")
+            return
+        print(f"largest difference of onnxruntime's outputs: {float((got - want).abs().max()):.1e}")
+
+
+def doctor(given: argparse.Namespace) -> None:
+    """The table of conditioning."""
+    import torch
+
+    from . import conversion
+    from .doctor import doctor as examine
+
+    model, report = conversion.convert(load(given.model, given.weights), relu=given.relu)
+    print(examine(model, getattr(torch, given.dtype)))
+    print(report.summary())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

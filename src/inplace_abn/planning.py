@@ -1,0 +1,235 @@
+"""What a training step will need, before there is a GPU or data: bytes kept, peak, and the largest batch and crop that fit."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from .conversion import convert, on_meta
+from .memory import LiveBytes
+
+__all__ = ["Plan", "Row", "plan"]
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+# Of a card's memory, what allocations may take: the driver's context and fragmentation need the rest.
+USABLE = 0.92
+# Sides of crops are multiples of this, as networks of output stride 32 want them.
+SIDE = 32
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train: bytes between forward and backward, peak of a step, and what fits; None where nothing was asked."""
+
+    way: str
+    kept: int
+    peak: int
+    largest_batch: int | None = None
+    largest_crop: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows for all ways; prints as a table."""
+
+    input_shape: tuple[int, ...]
+    memory: int | None
+    static: int
+    rows: tuple[Row, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        head = ("way", "kept", "peak", "largest batch", "largest crop")
+        rows = [
+            (
+                row.way,
+                gibibytes(row.kept),
+                gibibytes(row.peak),
+                "" if row.largest_batch is None else str(row.largest_batch),
+                "" if row.largest_crop is None else f"{row.largest_crop}²",
+            )
+            for row in self.rows
+        ]
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [head, *rows]
+        ]
+        shape = "×".join(map(str, self.input_shape))
+        lines.append(f"input {shape}; parameters, buffers and optimizer state: {gibibytes(self.static)}")
+        return "\n".join(lines)
+
+
+def gibibytes(size: int) -> str:
+    """As people read it."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
+
+
+def size_in_bytes(text: str | int) -> int:
+    """A number of bytes out of "24GB", "11.5 GiB" or a plain number.
+
+    >>> size_in_bytes("24GB"), size_in_bytes("1.5 GiB"), size_in_bytes(7)
+    (24000000000, 1610612736, 7)
+    """
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in UNITS:
+        raise ValueError(f"memory is {text!r}; give a number and a unit, such as 24GB or 11.5GiB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def plan(
+    model: nn.Module,
+    input_shape: tuple[int, ...],
+    memory: str | int | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    optimizer_states: int = 1,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Forecast the memory of a training step with plain batch norm, converted, and converted with checkpointed blocks.
+
+    The model is copied to the meta device, where shapes are computed and numbers are not, so neither a GPU nor data are
+    needed, and a step of any size takes seconds. Every storage is counted from its making to its end. Not counted are
+    workspaces of libraries, which a convolution may need for itself, and what the allocator loses to rounding.
+
+    Args:
+        model: any module that takes one batch of images; it is not changed.
+        input_shape: of that batch, (N, C, H, W) or with other spatial dimensions.
+        memory: of the card, "24GB", "11.5GiB" or bytes; 92 % of it are taken to be usable. Without it, nothing is searched.
+        dtype: what maps are stored in: that of autocast. Parameters and optimizer state are float32 in any case.
+        optimizer_states: per parameter: 1 for SGD with momentum, 2 for Adam.
+        progress: called with a word about every step of the search.
+
+    Example:
+        >>> plan(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), (4, 3, 66, 66)).rows[1].way
+        'converted'
+    """
+    limit = None if memory is None else int(USABLE * size_in_bytes(memory))
+    tell = progress or (lambda text: None)
+    bare = on_meta(model).train()
+    parameters = sum(p.nbytes for p in bare.parameters())
+    learned = sum(p.nbytes for p in bare.parameters() if p.requires_grad)
+    static = parameters + sum(b.nbytes for b in bare.buffers()) + optimizer_states * learned
+    # Autocast keeps copies of the weights beside the maps, and gradients become float32 one by one.
+    copies = 0
+    if dtype != torch.float32:
+        copies = sum(p.numel() * dtype.itemsize for p in bare.parameters() if p.dim() > 1)
+        bare.to(dtype)
+    ways = {
+        "standard": bare,
+        "converted": convert(on_meta(bare))[0],
+        "converted, leaky ReLU": convert(on_meta(bare), relu="leaky")[0],
+    }
+    ways["converted, checkpointed"] = _checkpointed(on_meta(ways["converted"]))
+    rows = []
+    for way, net in ways.items():
+        tell(way)
+
+        @functools.cache
+        def bytes_of(shape: tuple[int, ...], net: nn.Module = net) -> tuple[int, int]:
+            kept, peak = step_bytes(net, torch.empty(shape, dtype=dtype, device="meta"))
+            return kept, peak + static + copies
+
+        kept, peak = bytes_of(input_shape)
+        batch = crop = None
+        if limit is not None:
+            batch = _largest(lambda n: bytes_of((n, *input_shape[1:]))[1], input_shape[0], limit, 1)
+            tell(f"{way}: {batch} images fit")
+            if len(input_shape) > 2 and len(set(input_shape[2:])) == 1:
+                side = _largest(_by_side(bytes_of, input_shape), input_shape[2] // SIDE or 1, limit, 2)
+                crop = None if side is None else SIDE * side
+        rows.append(Row(way, kept, peak, batch, crop))
+    return Plan(tuple(input_shape), None if memory is None else size_in_bytes(memory), static, tuple(rows))
+
+
+def _by_side(bytes_of: Callable[[tuple[int, ...]], tuple[int, int]], shape: tuple[int, ...]) -> Callable[[int], int]:
+    return lambda side: bytes_of((*shape[:2], *[SIDE * side] * (len(shape) - 2)))[1]
+
+
+def _largest(bytes_of: Callable[[int], int], start: int, limit: int, power: int) -> int | None:
+    """The largest n whose bytes, which grow about as a + b·nᵖ, are within the limit; None if not even 1 is."""
+
+    def fits(n: int) -> bool:
+        try:
+            return bytes_of(n) <= limit
+        except (RuntimeError, ValueError):
+            # Too small for the network.
+            return n < start
+
+    first, second = max(start, 2), 2 * max(start, 2)
+    try:
+        low, high = bytes_of(first), bytes_of(second)
+    except (RuntimeError, ValueError):
+        return None
+    slope = max((high - low) / (second**power - first**power), 1.0)
+    guess = max(1, int(max((limit - low) / slope + first**power, 1.0) ** (1 / power)))
+    while guess > 1 and not fits(guess):
+        guess -= max(1, guess // 64)
+    while fits(guess + max(1, guess // 64)):
+        guess += max(1, guess // 64)
+    return guess if fits(guess) else None
+
+
+def step_bytes(model: nn.Module, x: Tensor) -> tuple[int, int]:
+    """Bytes alive after the forward pass and the loss, and the most at once in a step, gradients included, parameters not."""
+    model.zero_grad(set_to_none=True)
+    with LiveBytes() as live:
+        live.know(x, *model.parameters(), *model.buffers())
+        # A batch takes its place as well.
+        live.now = live.peak = x.nbytes
+        loss = cross_entropy(model(x))
+        between = live.now
+        loss.backward()
+    model.zero_grad(set_to_none=True)
+    return between, live.peak
+
+
+def cross_entropy(output: Any) -> Tensor:
+    """A loss of any output: cross-entropy over the channels of each of its tensors, every target being class 0."""
+    total: Any = 0.0
+    for out in tree_leaves(dict(output) if isinstance(output, dict) else output):
+        if isinstance(out, Tensor) and out.is_floating_point():
+            out = out.float()
+            if out.dim() < 2:
+                total = total + out.mean()
+            else:
+                target = torch.zeros(out.shape[0], *out.shape[2:], dtype=torch.long, device=out.device)
+                total = total + F.cross_entropy(out, target)
+    if not isinstance(total, Tensor):
+        raise ValueError("the model gives no tensor to compute a loss of")
+    return total
+
+
+def _checkpointed(model: nn.Module) -> nn.Module:
+    """The model with every block of its sequences checkpointed."""
+    for block in _blocks(model):
+        forward: Any = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        block.forward = forward
+    return model
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The smallest modules that sequences hold and that have at least two convolutions."""
+    found: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, nn.Sequential | nn.ModuleList):
+            found += [b for b in module.children() if _convolutions(b) >= 2]
+    return [b for b in found if not any(other is not b and other in set(b.modules()) for other in found)]
+
+
+def _convolutions(module: nn.Module) -> int:
+    return sum(isinstance(m, nn.modules.conv._ConvNd) for m in module.modules())

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import worlds
+import zoo
 from inplace_abn import ABN, ACTIVATIONS, InPlaceABN, InPlaceABNSync, param_groups, saved_bytes, update_bn
 
 
@@ -216,7 +217,7 @@ def test_fsdp_and_ddp_average_what_each_rank_would_compute(how):
 
 
 def test_timms_own_layer_trains():
-    timm = pytest.importorskip("timm", exc_type=ImportError)
+    timm = zoo.timm()
     from timm.layers import create_norm_act_layer
 
     layer = create_norm_act_layer("iabn", 6, act_layer="leaky_relu").double()
@@ -228,6 +229,31 @@ def test_timms_own_layer_trains():
         norm(leaf * 1).square().sum().backward()
         gradients.append(leaf.grad)
     assert torch.allclose(*gradients), timm.__version__
+
+
+def test_a_network_of_timm_built_with_the_layer():
+    """Trains as the same network with plain steps does in float64, and keeps less."""
+    timm = zoo.timm()
+
+    from timm.layers.inplace_abn import InplaceAbn
+
+    def iabn(channels, inplace=None, act_kwargs=None, device=None, dtype=None, **options):
+        """Its networks of today hand over more than its layer takes."""
+        return InplaceAbn(channels, **options)
+
+    def build(norm):
+        torch.manual_seed(0)
+        return timm.create_model("test_efficientnet", num_classes=5, norm_layer=norm, act_layer="leaky_relu").double()
+
+    ours, plain = build(iabn), build("batchnorm2d")
+    assert any(isinstance(m, InplaceAbn) for m in ours.modules())
+    plain.load_state_dict(ours.state_dict())
+    x = torch.randn(4, 3, 64, 64, dtype=torch.double)
+    assert zoo.distance(zoo.gradients(ours, x), zoo.gradients(plain, x)) < 1e-9
+    theirs = dict(plain.named_buffers())
+    for name, mine in ours.named_buffers():
+        assert torch.allclose(mine, theirs[name])
+    assert saved_bytes(ours, x).total < 0.75 * saved_bytes(plain, x).total
 
 
 def test_memory_is_the_same_with_a_layer_of_ranks():

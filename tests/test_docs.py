@@ -158,6 +158,42 @@ def test_the_variants_are_the_committed_measurement():
         assert r["layer"] == "Identity" or r["forward_backward_us"] in notes
 
 
+def test_conversion_is_the_committed_measurement():
+    text = (ROOT / "docs" / "converting.md").read_text()
+    spec = importlib.util.spec_from_file_location("conversion", ROOT / "benchmarks" / "conversion.py")
+    conversion = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conversion)
+    path = ROOT / "benchmarks" / "results" / "conversion-cpu-torch2.13.0.csv"
+    assert conversion.table(path) in text
+    rows = read(path.name)
+    assert {r["net"] for r in rows} == set(conversion.NAMES)
+    assert sum(r["net"].startswith("timm:") for r in rows) >= 60
+    for r in rows:
+        # No norm without a line, and none made worse.
+        assert int(r["exact_bytes"]) <= int(r["before_bytes"])
+        left = sum(int(part.split("=")[1]) for part in r["left"].split())
+        assert int(r["converted"]) + left == int(r["norms"])
+    readme = (ROOT / "README.md").read_text()
+    share = {r["net"]: f"{int(r['exact_bytes']) / int(r['before_bytes']):.2f}" for r in rows}
+    assert f"ResNet-50 then keeps {share['torchvision:resnet50']}" in readme and f"[{len(rows)} networks]" in readme
+    assert f"EfficientNet-B0 {share['torchvision:efficientnet_b0']}" in readme
+    assert f"MobileNetV2 {share['torchvision:mobilenet_v2']}" in readme
+    for r in read("converted-H200-torch2.11.0-triton3.6.0.csv"):
+        if r["net"] == "torchvision:resnet50" and r["candidate"] in ("standard", "converted"):
+            assert f"{r['peak_gib']} GiB and {r['images_per_second']}" in readme
+        speed = f"{r['images_per_second']} ({r['p10']}–{r['p90']})"
+        cells = [
+            r["net"],
+            r["candidate"],
+            speed,
+            f"{r['peak_gib']} GiB",
+            r["forecast_gib"] and f"{r['forecast_gib']} GiB",
+        ]
+        assert f"| {' | '.join(cells)} |" in text
+        if r["forecast_gib"]:
+            assert float(r["forecast_gib"]) == pytest.approx(float(r["peak_gib"]), rel=0.1)
+
+
 def test_the_compatibility_table_names_tests_that_exist():
     tests = {
         name for path in (ROOT / "tests").glob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())

@@ -702,3 +702,26 @@ def test_sync_runs_alone_with_a_warning():
         z = inplace_abn_sync(x * 1, *args)
     assert torch.equal(z, inplace_abn(x * 1, *args))
     assert functions.active_group(True) is None
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_an_input_that_has_another_reader(residual):
+    """Left as it is, z new, and no more kept than in place; the same gradients."""
+    torch.manual_seed(0)
+    leaf, r = (torch.randn(4, 3, 5, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight, bias = torch.randn(3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    results = []
+    for overwrite in (True, False):
+        x = leaf * 2
+        before = x.detach().clone()
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            z = inplace_abn(
+                x, weight.requires_grad_(), bias.requires_grad_(), None, None,
+                residual=r if residual else None, overwrite=overwrite,
+            )  # fmt: skip
+        assert overwrite or (torch.equal(x, before) and z.data_ptr() != x.data_ptr())
+        assert sum(t.shape == z.shape for t in kept) == 1 + residual
+        wanted = [leaf, weight, bias, *([r] if residual else [])]
+        results.append([z.detach().clone(), *torch.autograd.grad(z.square().sum(), wanted)])
+    assert all(torch.allclose(a, b) for a, b in zip(*results, strict=True))

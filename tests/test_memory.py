@@ -242,3 +242,10 @@ def test_a_training_step_peaks_lower():
         step(net)()
         net.zero_grad(set_to_none=True)
     assert peak_bytes(step(lean)) < 0.75 * peak_bytes(step(plain))
+
+
+def test_statistics_of_plain_batch_norm_are_put_back():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    saved_bytes(net, torch.randn(2, 3, 8, 8))
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())

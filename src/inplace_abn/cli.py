@@ -285,7 +285,8 @@ def export(given: argparse.Namespace) -> None:
         want = model(x)
     model = conversion.fuse(model) if given.fused else conversion.revert(model)
     try:
-        program = torch.onnx.export(model, (x,), dynamo=True, verbose=False)
+        # Optimising folds batch norms, too.
+        program = torch.onnx.export(model, (x,), dynamo=True, verbose=False, optimize=given.fused)
     except ImportError as error:
         raise Mistake(f"{error}: pip install 'inplace_abn[export]'") from error
     assert program is not None

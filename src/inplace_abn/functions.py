@@ -44,6 +44,7 @@ class Settings(NamedTuple):
     a: float
     floor: float
     variant: str
+    overwrite: bool = True
 
 
 def inplace_abn(
@@ -63,6 +64,7 @@ def inplace_abn(
     num_batches_tracked: Tensor | None = None,
     residual: Tensor | None = None,
     keep_x: bool = False,
+    overwrite: bool = True,
 ) -> Tensor:
     r"""Batch normalisation and activation, written over x where autograd allows it.
 
@@ -102,6 +104,8 @@ def inplace_abn(
             not be changed before backward has used it.
         keep_x: keep x and leave it as it is, instead of inverting z in backward: exact for any γ and β, at a second map. The
             layers ask for it where z would not give x̂ back well enough.
+        overwrite: False leaves x as it is and makes a new z, for an x that has another reader: a shortcut, say. What is kept
+            for backward is the same.
 
     Example:
         >>> x = torch.nn.functional.conv2d(torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3, requires_grad=True))
@@ -110,7 +114,7 @@ def inplace_abn(
         True
     """
     phi, a = resolve(activation, activation_param)
-    how = Settings(training, momentum, eps, phi, a, weight_floor, variant)
+    how = Settings(training, momentum, eps, phi, a, weight_floor, variant, overwrite)
     check(x, weight, bias, running_mean, running_var, num_batches_tracked, how)
     if residual is not None:
         residual = _checked_residual(residual, x)
@@ -185,6 +189,7 @@ def inplace_abn_sync(
     num_batches_tracked: Tensor | None = None,
     residual: Tensor | None = None,
     keep_x: bool = False,
+    overwrite: bool = True,
 ) -> Tensor:
     """:func:`inplace_abn` with statistics over all ranks of ``group`` (None: all ranks), as if one process had all samples.
 
@@ -214,9 +219,10 @@ def inplace_abn_sync(
             num_batches_tracked=num_batches_tracked,
             residual=residual,
             keep_x=keep_x,
+            overwrite=overwrite,
         )
     phi, a = resolve(activation, activation_param)
-    how = Settings(training, momentum, eps, phi, a, weight_floor, variant)
+    how = Settings(training, momentum, eps, phi, a, weight_floor, variant, overwrite)
     check(x, weight, bias, running_mean, running_var, num_batches_tracked, how, alone=False)
     vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
     if residual is not None:
@@ -291,18 +297,24 @@ class InPlaceABN(torch.autograd.Function):
         if record is not None:
             record.node = weakref.ref(ctx)
             return InPlaceABN._forward_keeping_x(ctx, x, weight, bias, residual, buffers, how, group, anchor)
-        if may_overwrite(x) and (residual is None or not _share_memory(x, residual)):
-            z = x
-            ctx.mark_dirty(x)
-        else:
-            z = x.clone()
-        ops = backend(z)
+        ops = backend(x)
         ctx.group, ctx.count = group, None
         # Statistics move once.
         running_mean, running_var, num_batches_tracked = (
             (None, None, None) if recomputing() and how.training else buffers
         )
-        if anchor is not None:
+        fresh = how.training and anchor is None and _is_dense(x)
+        if how.overwrite and may_overwrite(x) and (residual is None or not _share_memory(x, residual)):
+            z, fresh = x, False
+            ctx.mark_dirty(x)
+        elif not fresh:
+            z = x.clone()
+        if fresh:
+            # Straight into a new z: a copy would be read once more.
+            moved = (running_mean, running_var, num_batches_tracked)
+            rest = (how.momentum, how.eps, how.floor, how.phi, how.a, residual)
+            z, _, invstd = ops.normalize_batch(x, weight, bias, *moved, *rest)
+        elif anchor is not None:
             mean, var, ctx.count = _moments_of_all(z, ops, group)
             invstd = (var + how.eps).rsqrt_()
             if z.numel():
@@ -525,6 +537,12 @@ def _checked_residual(residual: Tensor, x: Tensor) -> Tensor:
     if residual.device != x.device:
         raise ValueError(f"residual is on {residual.device} and x on {x.device}; move both to one device")
     return residual.to(x.dtype)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether x is laid out as a new tensor would be, in one of torch's formats."""
+    inner = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    return x.is_contiguous() or (inner is not None and x.is_contiguous(memory_format=inner))
 
 
 def _share_memory(x: Tensor, residual: Tensor) -> bool:

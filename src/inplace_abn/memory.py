@@ -202,7 +202,7 @@ def _state_restored(model: nn.Module) -> Iterator[None]:
             for module, guard, state in guards:
                 vars(guard).update(state)
                 module.__dict__["_guard"] = guard
-            with torch.no_grad():
-                for buffer, version, value in before:
-                    if buffer._version != version:
-                        buffer.copy_(value)
+            for buffer, version, value in before:
+                # Torch's batch norm moves its statistics without telling; and nobody's graph is to think they had changed.
+                if buffer._version != version or not (buffer.is_meta or torch.equal(buffer, value)):
+                    buffer.data.copy_(value)

@@ -136,8 +136,8 @@ class ABN(nn.Module):
             "num_batches_tracked": buffers["num_batches_tracked"],
         }
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Z = φ(BN(x)), or φ(BN(x) + residual): a new tensor."""
+    def forward(self, x: Tensor, residual: Tensor | None = None, *, overwrite: bool = True) -> Tensor:
+        """Z = φ(BN(x)), or φ(BN(x) + residual): a new tensor, whatever ``overwrite`` says."""
         return batch_norm_act(x, **self._arguments(), residual=residual)
 
     def extra_repr(self) -> str:
@@ -245,9 +245,13 @@ class InPlaceABN(ABN):
             return own is not None and bool(own.keeps_x)
         return guard.of(self).decides(self, x, residual)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Z = φ(BN(x)), or φ(BN(x) + residual), in x's own memory where autograd allows it; the residual is only read."""
-        return inplace_abn(x, **self._arguments(), residual=residual, keep_x=self.keeps_x(x, residual))
+    def forward(self, x: Tensor, residual: Tensor | None = None, *, overwrite: bool = True) -> Tensor:
+        """Z = φ(BN(x)), or φ(BN(x) + residual), in x's own memory where autograd allows it; the residual is only read.
+
+        ``overwrite=False`` is for an x that has another reader: it stays as it is, and no more is kept.
+        """
+        keep_x = self.keeps_x(x, residual)
+        return inplace_abn(x, **self._arguments(), residual=residual, keep_x=keep_x, overwrite=overwrite)
 
     def extra_repr(self) -> str:
         """What the layer was built with."""
@@ -281,13 +285,13 @@ class InPlaceABNSync(InPlaceABN):
         """Synchronise with the ranks of this group from now on."""
         self.group = group
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None, *, overwrite: bool = True) -> Tensor:
         """Z = φ(BN(x)), or φ(BN(x) + residual), normalised by the statistics of the whole group."""
         if not self.training:
             # Without running statistics these are the batch's own, and still nobody else's business.
-            return super().forward(x, residual)
-        keep_x = self.keeps_x(x, residual)
-        return inplace_abn_sync(x, **self._arguments(), group=self.group, residual=residual, keep_x=keep_x)
+            return super().forward(x, residual, overwrite=overwrite)
+        own: dict[str, Any] = {"residual": residual, "keep_x": self.keeps_x(x, residual), "overwrite": overwrite}
+        return inplace_abn_sync(x, **self._arguments(), group=self.group, **own)
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot be stored.

@@ -209,7 +209,7 @@ def spread(net, seed):
 
 def gradient(norm, seed, dtype):
     torch.manual_seed(seed)
-    net = spread(models.ResNet(models.resnet.Bottleneck, (1, 2, 1, 1), num_classes=10, norm_act=norm), seed + 1)
+    net = spread(models.ResNet((1, 2, 1, 1), classes=10, norm_act=norm), seed + 1)
     g = torch.Generator().manual_seed(seed + 100)
     x, y = torch.randn(4, 3, 64, 64, generator=g), torch.randint(0, 10, (4,), generator=g)
     if dtype == torch.float64:
@@ -234,9 +234,9 @@ def test_gradients_of_a_whole_network(dtype, allowed):
 def losses(norm, dtype, seed, steps=30):
     """Of a residual network with γ = 0 behind every block, that learns which class is in the middle of a street scene."""
     torch.manual_seed(seed)
-    blocks = [models.resnet.Basic(16, 16, 1, norm, None) for _ in range(3)]
+    blocks = [models.ResidualBlock(16, (16, 16), norm_act=norm) for _ in range(3)]
     for block in blocks:
-        nn.init.zeros_(block.bn2.weight)
+        nn.init.zeros_(block.convs.bn2.weight)
     stem = [nn.Conv2d(3, 16, 3, 2, 1, bias=False), norm(16)]
     net = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 8))
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)

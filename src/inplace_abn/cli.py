@@ -182,7 +182,7 @@ def info(given: argparse.Namespace) -> None:
     """The environment."""
     import torch
 
-    from . import __version__
+    import inplace_abn
 
     try:
         import triton
@@ -198,7 +198,7 @@ def info(given: argparse.Namespace) -> None:
     else:
         where, backend = ["none that torch can use"], "plain torch: there is no GPU"
     rows = [
-        ("inplace_abn", __version__),
+        ("inplace_abn", inplace_abn.__version__),
         ("python", platform.python_version()),
         ("system", platform.platform()),
         ("torch", torch.__version__),

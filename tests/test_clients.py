@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import zoo
 from inplace_abn import ABN, InPlaceABN, InPlaceABNSync
 from inplace_abn.functions import inplace_abn, inplace_abn_sync
 
@@ -127,3 +128,24 @@ def test_a_network_of_batch_norms_loads_strictly():
         layer.activation = "identity"
     x = torch.randn(2, 3, 9, 9)
     assert torch.allclose(ours.eval()(x), plain.eval()(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:relu has no inverse")
+def test_segmentation_models_pytorch_trains_with_it():
+    """A decoder built with use_norm="inplace" against one of plain batch norms, in float64; where it is installed."""
+    zoo.torchvision()
+    smp = pytest.importorskip("segmentation_models_pytorch")
+
+    def build(norm):
+        torch.manual_seed(0)
+        net = smp.Unet(
+            "resnet18", encoder_weights=None, classes=3, decoder_channels=(32, 16, 16, 8, 8), decoder_use_norm=norm
+        )
+        return zoo.lively(net).double()
+
+    ours, plain = build("inplace"), build("batchnorm")
+    assert any(isinstance(m, InPlaceABN) for m in ours.modules())
+    names = [name for name in ours.state_dict() if name in plain.state_dict()]
+    plain.load_state_dict({name: ours.state_dict()[name] for name in names}, strict=False)
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    assert zoo.distance(zoo.gradients(ours, x), zoo.gradients(plain, x)) < 1e-9

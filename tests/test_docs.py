@@ -106,6 +106,30 @@ def test_blocks_and_networks_are_the_committed_measurement(tmp_path):
     assert "CONV4" in (tmp_path / "block.svg").read_text()
     for r in read("profile-H200-torch2.11.0-triton3.6.0.csv"):
         assert r["device_ms"] in notes and r["wall_ms"] in notes
+    kernels = {r["kernel"]: r for r in read("kernels-H200-torch2.11.0-triton3.6.0.csv")}
+    ours = {name: float(r["milliseconds"]) for name, r in kernels.items() if name.endswith("_kernel")}
+    backward = sum(ours[name] for name in ("input_grad_kernel", "sums_kernel", "backward_kernel"))
+    forward = sum(ours.values()) - backward
+    assert f"take {forward + backward:.1f} (backward {backward:.1f}, forward {forward:.1f}" in notes
+    assert f"{kernels['all']['milliseconds']} ms of kernels in {kernels['all']['launches']} launches" in notes
+    before = {r["candidate"]: r["images_per_second"] for r in read("network-before-H200-torch2.11.0-triton3.6.0.csv")}
+    assert f"had {before['in place']} in place and {before['in place, compile']} compiled in place" in notes
+    plans = {
+        (r["shape"], r["residual"], r["direction"], r["plan"]): r["median_us"]
+        for r in read("plans-H200-torch2.11.0-triton3.6.0.csv")
+    }
+    fewer = "two launches, 4 programs a processor"
+    for shape, residual, direction, first, second in (
+        ("256x512x28x28", "False", "forward", "two launches", "planned before"),
+        ("256x256x28x28", "False", "forward", "two launches", "planned before"),
+        ("256x256x14x14", "False", "forward", "planned before", "two launches"),
+        ("256x512x7x7", "False", "forward", "planned before", "two launches"),
+        ("256x512x28x28", "False", "forward", fewer, "two launches"),
+        ("256x1024x14x14", "False", "forward", fewer, "two launches"),
+        ("256x512x28x28", "True", "backward", fewer, "two launches"),
+    ):
+        told = [plans[shape, residual, direction, plan] for plan in (first, second)]
+        assert f"{told[0]} for {told[1]}" in notes or f"{told[0]} µs for {told[1]}" in notes
     for r in read("network-H200-torch2.11.0-triton3.6.0.csv"):
         assert f"| {r['images_per_second']} ({r['p10']}–{r['p90']}) | {r['peak_gib']} GiB |" in notes
         if r["candidate"] in ("standard", "in place"):

@@ -204,13 +204,13 @@ def softplus_backward(dz: Tensor, z: Tensor, a: float) -> Tensor:
 
 
 def relu(y: Tensor, a: float) -> Tensor:
-    """z = max(y, 0)."""
-    return xp.where(y > 0, y, 0.0)
+    """z = max(y, 0); what is no number stays none."""
+    return xp.where(y <= 0, 0.0, y)
 
 
 def relu_backward(dz: Tensor, y: Tensor, a: float) -> Tensor:
-    """dy = dz where y > 0, else 0."""
-    return xp.where(y > 0, dz, 0.0)
+    """dy = 0 where y ≤ 0, else dz."""
+    return xp.where(y <= 0, 0.0, dz)
 
 
 # What follows cannot be inverted either: flat somewhere, or not monotone. Derivatives are those of the input y.
@@ -233,8 +233,8 @@ def hardswish(y: Tensor, a: float) -> Tensor:
 
 def hardswish_backward(dz: Tensor, y: Tensor, a: float) -> Tensor:
     """dy = (2y + 3)/6·dz within ±3; 0 below, dz above."""
-    inside = xp.where(y < 3.0, dz * (y * (1.0 / 3.0) + 0.5), dz)
-    return xp.where(y > -3.0, inside, 0.0)
+    inside = xp.where(y >= 3.0, dz, dz * (y * (1.0 / 3.0) + 0.5))
+    return xp.where(y <= -3.0, 0.0, inside)
 
 
 def silu(y: Tensor, a: float) -> Tensor:

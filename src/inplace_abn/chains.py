@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from .modules import ABN
@@ -27,6 +28,7 @@ __all__ = [
     "Section",
     "Tracer",
     "calls",
+    "edits_between",
     "follow",
     "inner_activation",
     "is_hooked",
@@ -78,7 +80,7 @@ _FRESH_MODULES = (
     nn.modules.pooling._MaxPoolNd, nn.Upsample, _BatchNorm,
 )  # fmt: skip
 _FRESH_FUNCTIONS = {
-    "add", "sub", "mul", "iadd", "cat", "concat", "conv1d", "conv2d", "conv3d", "linear", "matmul", "interpolate",
+    "add", "sub", "mul", "cat", "concat", "conv1d", "conv2d", "conv3d", "linear", "matmul", "interpolate",
     "avg_pool2d", "adaptive_avg_pool2d", "max_pool2d", "batch_norm", "pad", "mean", "sum",
 }  # fmt: skip
 _KEEPS_OUTPUT = {"sigmoid", "tanh", "relu", "relu_", "exp", "softmax", "sqrt", "leaky_relu", "elu"}
@@ -112,6 +114,9 @@ for _name in ("iadd", "isub", "imul", "itruediv"):
 
 class Tracer(fx.Tracer):
     """Traces through all modules but torch's own, norms, activations, hooked ones, and those in ``opaque``.
+
+    Code that a graph cannot express raises: what runs without gradients, under autocast or checkpointing of its own, and what
+    draws random numbers.
 
     ``culprit`` is the innermost module whose code could not be traced, ``given`` the optional arguments with which modules were
     called. Every node's ``meta["owner"]`` is the path of the module whose code makes it.
@@ -161,6 +166,8 @@ class Tracer(fx.Tracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """A node that knows its owner."""
+        if _surroundings() != self._around:
+            raise ValueError("part of it runs without gradients, or under autocast or checkpointing of its own")
         node = super().create_node(*args, **kwargs)
         node.meta["owner"] = self._owners[-1]
         return node
@@ -170,13 +177,30 @@ class Tracer(fx.Tracer):
         parameters = inspect.signature(module.forward).parameters
         plain = (type(None), bool, int, float, str)
         left_out = {n: p.default for n, p in parameters.items() if isinstance(p.default, plain) and n not in given}
-        graph = self.trace(module, concrete_args=left_out or None)
+        self._around, state = _surroundings(), torch.get_rng_state()
+        try:
+            graph = self.trace(module, concrete_args=left_out or None)
+            if not torch.equal(state, torch.get_rng_state()):
+                raise ValueError("it draws random numbers")
+            if any(str(node.target).startswith("_tensor_constant") for node in graph.nodes if node.op == "get_attr"):
+                raise ValueError("it computes with tensors that are no parameters or buffers")
+        finally:
+            torch.set_rng_state(state)
+            for name in [name for name in vars(module) if name.startswith("_tensor_constant")]:
+                delattr(module, name)
         # Torch renames arguments that it fixes.
         for node in graph.nodes:
             name = str(node.target).rpartition("_")[0]
             if node.op == "placeholder" and node.target not in parameters and name in left_out:
                 node.target = name
         return graph
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """What code around a step may have set, and a graph does not know."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    cast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *cast, None if hooks is None else id(hooks[0])
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -205,11 +229,11 @@ class Section:
         return ".".join(filter(None, (self.path, path)))
 
 
-def sections(model: nn.Module) -> tuple[list[Section], dict[str, str]]:
-    """The largest traceable parts of a model; and, by path, why a module could not be traced."""
+def sections(model: nn.Module, training: bool = True) -> tuple[list[Section], dict[str, str]]:
+    """The largest traceable parts of a model in a mode; and, by path, why a module could not be traced."""
     found: list[Section] = []
     failed: dict[str, str] = {}
-    with _training(model):
+    with _in_mode(model, training):
         _collect(model, "", found, failed)
     return found, failed
 
@@ -221,13 +245,17 @@ def _collect(model: nn.Module, path: str, found: list[Section], failed: dict[str
 
     def below(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         for name, child in module.named_children():
-            yield child, ".".join(filter(None, (path, paths[module], name)))
+            if _is_called_whole(module, name, child):
+                yield child, ".".join(filter(None, (path, paths[module], name)))
 
     while True:
         tracer = Tracer(opaque)
         try:
-            with unchanged(model.modules()):
+            with unchanged(modules.values()) as changed:
                 graph = tracer.of(model)
+            if changed:
+                tracer.culprit = changed[0][0]
+                raise ValueError(f"its code changes {changed[0][1]}")
         except Exception as error:
             culprit = tracer.culprit or model
             where = ".".join(filter(None, (path, paths.get(culprit, ""))))
@@ -250,40 +278,67 @@ def _collect(model: nn.Module, path: str, found: list[Section], failed: dict[str
             _collect(module, ".".join(filter(None, (path, paths[module]))), found, failed)
 
 
+# What every module has of its own.
+_INTERNAL = frozenset(vars(nn.Module()))
+
+
 @contextmanager
-def unchanged(modules: Iterable[nn.Module]) -> Iterator[list[str]]:
-    """Put attributes back that code changes while it is traced, as caches do; yields the names of those, filled at the end."""
+def unchanged(modules: Iterable[nn.Module]) -> Iterator[list[tuple[nn.Module, str]]]:
+    """Put attributes back that code changes while it is traced, as caches do; yields which, filled at the end."""
 
     def own(module: nn.Module) -> dict[str, Any]:
-        return {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
+        return {k: v for k, v in vars(module).items() if k not in _INTERNAL and not k.startswith("_tensor_constant")}
 
-    before = [
-        (module, own(module), {k: dict(v) for k, v in own(module).items() if isinstance(v, dict)}) for module in modules
-    ]
-    changed: list[str] = []
+    def inside(value: Any) -> Any:
+        return dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else None
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
+        return a is None or (len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)))
+
+    before = [(module, own(module), {k: inside(v) for k, v in own(module).items()}) for module in modules]
+    changed: list[tuple[nn.Module, str]] = []
     try:
         yield changed
     finally:
-        for module, attributes, tables in before:
+        for module, attributes, contents in before:
             now = vars(module)
             for name in own(module).keys() | attributes.keys():
                 if name not in attributes:
                     del now[name]
                 elif now.get(name) is not attributes[name]:
                     now[name] = attributes[name]
-                elif name not in tables or tables[name] == attributes[name]:
+                elif same(contents[name], inside(attributes[name])):
                     continue
-                else:
+                elif isinstance(attributes[name], dict):
                     attributes[name].clear()
-                    attributes[name].update(tables[name])
-                changed.append(name)
+                    attributes[name].update(contents[name])
+                else:
+                    attributes[name][:] = contents[name]
+                changed.append((module, name))
+
+
+def _is_called_whole(parent: nn.Module, name: str, child: nn.Module) -> bool:
+    """Whether code that cannot be traced calls a child, and does not take a sequence apart."""
+    if type(child).forward is not nn.Sequential.forward or isinstance(
+        parent, nn.Sequential | nn.ModuleList | nn.ModuleDict
+    ):
+        return True
+    try:
+        source = inspect.getsource(type(parent))
+    except (OSError, TypeError):
+        return False
+    pieces = (rf"self\.{name}\[", rf"in self\.{name}\b", rf"\(self\.{name}\b", rf"self\.{name}\.")
+    return f"self.{name}(" in source and not any(re.search(piece, source) for piece in pieces)
 
 
 @contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """In training mode for a while: that is what memory is kept for."""
+def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """All of it in training or evaluation for a while."""
     before = [(module, module.training) for module in model.modules()]
-    model.train()
+    for module, _ in before:
+        module.training = training
     try:
         yield
     finally:
@@ -304,13 +359,20 @@ def activation_of(node: fx.Node, modules: dict[str, nn.Module]) -> Phi | None:
     """The activation that a step is, with its parameter; None where it is something else."""
     if node.op == "call_module":
         module = modules[str(node.target)]
-        make = _MODULES.get(type(module))
+        make = None if "forward" in vars(module) else _MODULES.get(type(module))
         return None if make is None else make(module)
     name = name_of(node, modules).rstrip("_")
     if node.op not in ("call_function", "call_method") or name not in _FUNCTIONS:
         return None
     phi, parameter = _FUNCTIONS[name]
     rest = dict(node.kwargs)
+    # More than a parameter, or "in place", and it is another function.
+    home = getattr(node.target, "__module__", None) or ""
+    if node.op == "call_function" and not home.startswith(("torch.nn.functional", "torch._C", "torch")):
+        return None
+    extra = node.args[2 if parameter is not None else 1 :]
+    if "OpOverload" in type(node.target).__name__ or not all(isinstance(value, bool) for value in extra):
+        return None
     inplace = rest.pop("inplace", False)
     value: Any = 0.0
     if parameter is not None:
@@ -326,6 +388,8 @@ def _is_transparent(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if node.op != "call_module":
         return False
     module = modules[str(node.target)]
+    if is_hooked(module):
+        return False
     return isinstance(module, nn.Identity) or (isinstance(module, nn.Dropout) and module.p == 0)
 
 
@@ -404,9 +468,14 @@ def why_not_overwritten(x: Any, modules: dict[str, nn.Module]) -> str | None:
     if len(users(x, modules)) > 1:
         others = ", ".join(sorted({name_of(u, modules) for u in users(x, modules)}))
         return f"SHARED_INPUT: read by {others}"
-    name = name_of(x, modules).rstrip("_")
+    name = name_of(x, modules)
+    if name in ("iadd", "add_"):
+        # The first operand's memory, if nobody else has it.
+        return why_not_overwritten(x.args[0], modules)
     if x.op == "call_module":
         module = modules[str(x.target)]
+        if is_hooked(module):
+            return f"HOOKED: a hook watches {name}, whose output it is"
         if isinstance(module, _FRESH_MODULES):
             return None
         if activation_of(x, modules) is not None or isinstance(module, ABN):
@@ -477,7 +546,28 @@ def _other_operand(node: fx.Node, value: fx.Node, modules: dict[str, nn.Module])
     # a += b writes over a: as a residual, a would have to stay.
     if not isinstance(other, fx.Node) or other.op == "get_attr" or edits(node, source(other, modules), modules):
         return None
+    # Of another shape, or no tensor at all, as far as a name tells.
+    if other.op != "call_module" and name_of(other, modules) in (*_VIEWS, "mean", "sum", "size", "getattr"):
+        return None
     return other
+
+
+def edits_between(first: fx.Node, last: fx.Node, chain: Collection[fx.Node | None]) -> bool:
+    """Whether anything is written between two steps, but for those of a chain."""
+    node = first
+    while node is not last:
+        node = node.next
+        name = str(getattr(node.target, "__name__", node.target))
+        writes = name in ("iadd", "isub", "imul", "itruediv", "setitem") or (
+            name.endswith("_") and not name.endswith("__")
+        )
+        if (
+            node not in chain
+            and node.op in ("call_function", "call_method")
+            and (writes or node.kwargs.get("inplace") is True)
+        ):
+            return True
+    return False
 
 
 def calls(graph: fx.Graph) -> Counter[str]:
@@ -491,18 +581,25 @@ def why_not_norm(module: nn.Module) -> str | None:
         return "LAZY: run the model once first"
     if is_hooked(module):
         return "HOOKED: a hook watches it"
-    plain = type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-    if not plain and inner_activation(module) is None:
-        return f"SUBCLASS: {type(module).__name__} has a forward of its own"
+    if inner_activation(module) is None or "forward" in vars(module):
+        return f"SUBCLASS: {type(module).__name__} is a norm of its own"
+    if any(
+        isinstance(module.__dict__.get(name), Tensor) or name not in module._parameters for name in ("weight", "bias")
+    ):
+        return "SUBCLASS: its weight or bias is computed"
     return None
 
 
 def inner_activation(module: nn.Module) -> Phi | None:
     """The activation within a norm of timm's kind (``BatchNormAct2d``); None for norms of other kinds, or if unknown."""
     act, drop = getattr(module, "act", None), getattr(module, "drop", None)
-    if type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+    if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
         return ("identity", 0.0)
-    if type(module).__name__ not in ("BatchNormAct2d", "SyncBatchNormAct") or not isinstance(drop, nn.Identity):
+    timms = type(module).__module__.startswith("timm.") and type(module).__name__ in (
+        "BatchNormAct2d",
+        "SyncBatchNormAct",
+    )
+    if not timms or not isinstance(drop, nn.Identity):
         return None
     if isinstance(act, nn.Identity):
         return ("identity", 0.0)

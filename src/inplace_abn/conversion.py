@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from . import chains
 from .activations import resolve
 from .chains import Chain, Phi, Section
+from .doctor import columns
 from .functions import WEIGHT_FLOOR
 from .memory import saved_bytes
 from .modules import ABN, InPlaceABN, InPlaceABNSync
@@ -99,12 +100,7 @@ class Report:
             (line.layer or "(model)", line.pattern, line.decision, mebibytes(line.bytes_saved), line.reason)
             for line in self.lines
         ]
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in [head, *rows]
-        ]
-        return "\n".join([*table, self.summary()])
+        return "\n".join([*columns(head, rows), self.summary()])
 
     def summary(self) -> str:
         """The totals in a sentence."""
@@ -214,7 +210,7 @@ def _decide(model: nn.Module, relu: str, residual: bool, preserve: list[str]) ->
             continue
         path = names[0]
         reason = chains.why_not_norm(module)
-        if any(fnmatch.fnmatch(path, p) or fnmatch.fnmatch(path, f"{p}.*") for p in preserve):
+        if _is_kept(path, preserve):
             reason = "PRESERVED"
         elif reason is None and (len(names) > 1 or len(called.get(module, ())) > 1):
             reason = "SHARED_MODULE: called in several places"
@@ -224,6 +220,9 @@ def _decide(model: nn.Module, relu: str, residual: bool, preserve: list[str]) ->
             decided[path] = _Decision(Line(path, "bn", "left", reason))
             continue
         part, node = called[module][0]
+        if len(node.args) != 1 or node.kwargs:
+            decided[path] = _Decision(Line(path, "bn", "left", "CALLED_BY_KEYWORD: call it with its input alone"))
+            continue
         inner = chains.inner_activation(module)
         assert inner is not None
         chain = chains.follow(node, part.modules, inner, residual)
@@ -238,11 +237,58 @@ def _decide(model: nn.Module, relu: str, residual: bool, preserve: list[str]) ->
         for path in rivals[1:]:
             part, chain = found[path]
             found[path] = part, chains.follow(chain.norm, part.modules, residuals=False)
+    outside = _held_outside(model)
     for path, (part, chain) in found.items():
+        act = part.modules[str(chain.act.target)] if chain.act is not None and chain.act.op == "call_module" else None
         decided[path] = _judge(path, model.get_submodule(path), part, chain, relu, called, paths)
+        if {model.get_submodule(path), act} & outside:
+            decided[path] = _Decision(
+                replace(decided[path].line, decision="left", reason="SHARED_MODULE: held in a list")
+            )
+        elif act is not None and _is_kept(paths[act][0], preserve):
+            decided[path] = _Decision(replace(decided[path].line, decision="left", reason="PRESERVED: its activation"))
+    _compare_with_evaluation(model, decided, found, residual)
     _group(model, decided, found)
     _spare(decided, found)
     return list(decided.values())
+
+
+def _is_kept(path: str, preserve: list[str]) -> bool:
+    return any(fnmatch.fnmatch(path, p) or fnmatch.fnmatch(path, f"{p}.*") for p in preserve)
+
+
+def _held_outside(model: nn.Module) -> set[nn.Module | None]:
+    """Modules in plain lists, tuples and dicts of attributes, from where code may call them."""
+    held: set[nn.Module | None] = set()
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in ("_modules", "_was") and isinstance(value, list | tuple | dict):
+                inside = value.values() if isinstance(value, dict) else value
+                held |= {m for m in inside if isinstance(m, nn.Module)}
+    return held
+
+
+def _compare_with_evaluation(
+    model: nn.Module, decided: dict[str, _Decision], found: Mapping[str, tuple[Section, Chain]], residual: bool
+) -> None:
+    """Leave norms alone that are followed by something else in evaluation, or whose input is read by others there."""
+    parts, _ = chains.sections(model, training=False)
+    modules = {module: path for path, module in model.named_modules()}
+    for part in parts:
+        for node in part.graph.nodes:
+            module = part.modules[str(node.target)] if node.op == "call_module" else None
+            path = modules.get(module, "") if module is not None else ""
+            if module is None or path not in found or decided[path].line.decision == "left":
+                continue
+            chain, inner = found[path][1], chains.inner_activation(module)
+            assert inner is not None
+            there = chains.follow(node, part.modules, inner, residual and chain.add is not None)
+            alike = [(c.phi, c.add is None, c.act is None or (c.act.op, str(c.act.target))) for c in (there, chain)]
+            in_place = decided[path].line.decision == "in place"
+            why = in_place and chains.why_not_overwritten(node.args[0], part.modules)
+            if alike[0] != alike[1] or (why and "traced part" not in why):
+                reason = "DIFFERS: in evaluation something else follows, or reads its input"
+                decided[path] = _Decision(replace(decided[path].line, decision="left", reason=reason))
 
 
 def _why_not_called(path: str, failed: Mapping[str, str]) -> str:
@@ -435,6 +481,13 @@ class Merged(nn.Identity):
         self.training = was.training
         self.__dict__["_was"] = was
 
+    def __getattr__(self, name: str) -> Any:
+        # Code may ask an activation for its slope.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_was"], name)
+
     def extra_repr(self) -> str:
         """Who has it."""
         return f"{self.__dict__['_was']} in {self.layer}"
@@ -463,7 +516,7 @@ def _forward_of(
             with chains.unchanged((module, *inlined)) as changed:
                 graph = chains.Tracer(through=inlined.__contains__).of(module, given)
             if changed:
-                raise ValueError(f"its code changes {', '.join(changed)}")
+                raise ValueError(f"its code changes {', '.join(name for _, name in changed)}")
             for path, has_sum in zip(norms, sums or [None] * len(norms), strict=True):
                 _take_over(graph, modules, path, has_sum)
             code = graph.python_code("self")
@@ -491,6 +544,8 @@ def _take_over(graph: fx.Graph, modules: dict[str, nn.Module], path: str, has_su
     chain = chains.follow(nodes[0], modules)
     if chain.last is chain.norm or has_sum not in (None, chain.add is not None):
         raise ValueError(f"what follows {path} is elsewhere")
+    if chains.edits_between(chain.norm, chain.last, (chain.add, chain.act)):
+        raise ValueError(f"something is written to between {path} and what follows it")
     with graph.inserting_before(chain.last):
         kwargs: dict[str, Any] = {} if chain.residual is None else {"residual": chain.residual}
         together = graph.call_module(path, (chain.norm.args[0],), kwargs)
@@ -516,6 +571,9 @@ def _compile(source: str, space: dict[str, Any], name: str) -> Callable[..., Any
 
 def _rewrite(module: nn.Module, norms: tuple[str, ...], given: frozenset[str]) -> None:
     """Give the module a class of its own, derived from the one it has, with a new forward."""
+    if "_rewritten" in type(module).__dict__:
+        earlier, given = _as_before(module)
+        norms = (*earlier, *norms)
     kind = type(module)
     own = {
         "forward": _forward_of(module, norms, given),
@@ -526,6 +584,13 @@ def _rewrite(module: nn.Module, norms: tuple[str, ...], given: frozenset[str]) -
         "_rewritten": (kind, norms, given),
     }
     module.__class__ = type(kind.__name__, (kind,), own)
+
+
+def _as_before(module: Any) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Give a rewritten module the class it had; the norms and arguments with which it was rewritten."""
+    kind, norms, given = type(module)._rewritten
+    module.__class__ = kind
+    return norms, given
 
 
 def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
@@ -562,7 +627,7 @@ def revert(model: nn.Module) -> nn.Module:
     made: dict[nn.Module, nn.Module] = {}
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if "_rewritten" in type(module).__dict__:
-            module.__class__ = type(module)._rewritten[0]
+            _as_before(module)
         if isinstance(module, InPlaceABN | Merged):
             if module not in made:
                 made[module] = _before(module)
@@ -603,7 +668,7 @@ class Activated(nn.Module):
 
 
 def fuse(model: nn.Module) -> nn.Module:
-    """Fold batch norms into the convolutions and linear layers before them, for inference: y = (γ·W/σ)·x + (β + (b − μ)·γ/σ).
+    """Fold batch norms into the convolutions before them, for inference: y = (γ·W/σ)·x + (β + (b − μ)·γ/σ).
 
     Takes plain, converted and hand-built models in evaluation mode, changes the model and returns it. Norms that nothing can
     take up (no convolution before them, or its output has other readers) stay. What is folded cannot be trained as before.
@@ -623,7 +688,9 @@ def fuse(model: nn.Module) -> nn.Module:
     folds = []
     # Before anything is undone: layers know more than what they came from.
     model = revert(model)
-    parts, _ = chains.sections(model)
+    parts, _ = chains.sections(model, training=False)
+    outside = _held_outside(model)
+    several = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     counted: Counter[nn.Module] = Counter()
     for part in parts:
         for path, many in chains.calls(part.graph).items():
@@ -638,7 +705,12 @@ def fuse(model: nn.Module) -> nn.Module:
                 continue
             conv = part.modules[str(before.target)]
             alone = len(chains.users(before, part.modules)) == 1 and counted[norm] == counted[conv] == 1
-            if alone and _can_take_up(conv, norm):
+            alone = alone and several[norm] == several[conv] == 1 and not {norm, conv} & outside
+            read = any(
+                n.op == "get_attr" and str(n.target).startswith((f"{before.target}.", f"{node.target}."))
+                for n in part.graph.nodes
+            )
+            if alone and not read and _can_take_up(conv, norm):
                 folds.append((part.named(str(node.target)), conv, norm))
     for path, conv, norm in folds:
         _fold(conv, norm)
@@ -647,9 +719,11 @@ def fuse(model: nn.Module) -> nn.Module:
 
 
 def _can_take_up(conv: nn.Module, norm: Any) -> bool:
-    is_linear = isinstance(conv, nn.Linear) or type(conv) in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    plain = isinstance(norm, ABN) or chains.why_not_norm(norm) is None
-    return is_linear and plain and norm.running_mean is not None and not chains.is_hooked(conv)
+    # Not a linear layer, whose channels are last, wherever a norm's are.
+    known = type(conv) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and "forward" not in vars(conv)
+    known = known and isinstance(conv._parameters.get("weight"), nn.Parameter) and not chains.is_hooked(conv)
+    plain = type(norm) is ABN or chains.why_not_norm(norm) is None
+    return known and plain and norm.running_mean is not None and not norm.training
 
 
 @torch.no_grad()
@@ -703,5 +777,16 @@ def _kept_bytes(model: nn.Module, example: Any, norms: list[str]) -> tuple[int, 
             sizes[path] = output.nbytes
 
         there.get_submodule(path).register_forward_hook(note)
-    total = saved_bytes(there, *inputs).total
-    return total, sizes
+    try:
+        return saved_bytes(there, *inputs).total, sizes
+    except Exception:
+        # Code that looks at numbers, or has tensors of its own: run it, as it is.
+        real = example if isinstance(example, tuple) else (example,)
+        if any(isinstance(t, Tensor) and t.is_meta for t in real):
+            raise
+        there = copy.deepcopy(model).train()
+        for path in norms:
+            there.get_submodule(path).register_forward_hook(
+                lambda module, arguments, output, path=path: sizes.__setitem__(path, output.nbytes)
+            )
+        return saved_bytes(there, *real).total, sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from . import guard
 from .modules import InPlaceABN
 
-__all__ = ["Checkup", "doctor", "guard_state", "load_guard_state"]
+__all__ = ["Checkup", "columns", "doctor", "guard_state", "load_guard_state"]
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,15 @@ class Checkup:
             (f.layer or "(model)", str(f.worst_channel), f"{f.worst_error:.1e}", f"{f.error:.1e}", f.decision)
             for f in self.findings
         ]
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in [head, *rows]
-        ]
-        return "\n".join(lines)
+        return "\n".join(columns(head, rows))
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, its cells one below the other."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+    ]
 
 
 def doctor(model: nn.Module, dtype: torch.dtype | None = None) -> Checkup:

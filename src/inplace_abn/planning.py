@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from .conversion import convert, on_meta
+from .doctor import columns
 from .memory import LiveBytes
 
 __all__ = ["Plan", "Row", "plan"]
@@ -62,14 +63,9 @@ class Plan:
             )
             for row in self.rows
         ]
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in [head, *rows]
-        ]
         shape = "×".join(map(str, self.input_shape))
-        lines.append(f"input {shape}; parameters, buffers and optimizer state: {gibibytes(self.static)}")
-        return "\n".join(lines)
+        last = f"input {shape}; parameters, buffers and optimizer state: {gibibytes(self.static)}"
+        return "\n".join([*columns(head, rows), last])
 
 
 def gibibytes(size: int) -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zoo
 from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, convert, fuse, models, revert, saved_bytes
@@ -284,9 +285,170 @@ def test_code_with_a_memory_is_not_rewritten():
         plain = Net(middle).double()
         plain.calls, plain.cache = 0, {}
         model, report = convert(copy.deepcopy(plain))
-        assert report.lines[0].reason.startswith("SPLIT") and "its code changes" in report.lines[0].reason
+        assert report.lines[0].decision == "left" and "its code changes" in report.lines[0].reason
         assert model.calls == 0 and model.cache == {}
         same(model, plain, torch.randn(4, 3, 8, 8, dtype=torch.float64))
+
+
+def modes(m, x):
+    y = m.bn(m.conv1(x))
+    return F.leaky_relu(y) if m.training else y
+
+
+def other_function(m, x):
+    y = m.bn(m.conv1(x))
+    return F.relu(y) if m.training else F.leaky_relu(y, 0.3)
+
+
+def other_reader(m, x):
+    h = m.conv1(x)
+    y = F.leaky_relu(m.bn(h))
+    return y if m.training else y + h
+
+
+def without_gradients(m, x):
+    with torch.no_grad():
+        h = m.conv1(x)
+    return F.relu(m.bn(h))
+
+
+def checkpointed(m, x):
+    return F.relu(m.bn(checkpoint(m.conv1, x, use_reentrant=False)))
+
+
+def with_an_alias(m, x):
+    h = m.conv1(x)
+    q = h
+    q += x
+    return F.leaky_relu(m.bn(q)) + h
+
+
+def written_in_between(m, x):
+    h = m.conv1(x)
+    r = h[:]
+    s = m.bn(m.conv2(x)) + r
+    h.mul_(2.0)
+    return F.relu(s)
+
+
+def broadcast(m, x):
+    return F.relu(m.bn(m.conv1(x)) + x.mean((2, 3), keepdim=True))
+
+
+def by_keyword(m, x):
+    return F.relu(m.bn(input=m.conv1(x)))
+
+
+def keeps_features(m, x):
+    m.features = m.conv1(x)
+    return F.leaky_relu(m.bn(m.features)) + m.features
+
+
+def of_a_list(m, x):
+    return m.relu(m.held[0](m.conv1(x)))
+
+
+def random_branch(m, x):
+    y = F.relu(m.bn(m.conv1(x)))
+    return y * 2 if torch.rand(1).item() < 2 else y
+
+
+MISREAD = [modes, other_function, other_reader, without_gradients, checkpointed, with_an_alias, written_in_between]
+MISREAD += [broadcast, by_keyword, keeps_features, of_a_list, random_branch]
+
+
+@pytest.mark.parametrize("middle", MISREAD)
+def test_code_that_is_easily_misread(middle):
+    """Left alone or converted, and right either way."""
+    plain = Net(middle).double()
+    plain.held, plain.features = [plain.bn], None
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    model, report = convert(copy.deepcopy(plain))
+    assert len(report.lines) == 1
+    same(model, plain, x)
+    model.eval(), plain.eval()
+    assert torch.allclose(model(x), plain(x))
+    assert torch.allclose(revert(model)(x), plain(x))
+    assert torch.allclose(fuse(model.eval())(x), plain(x))
+
+
+def test_buffers_stay_buffers():
+    """An expression of one is computed at every call, and tracing edits none."""
+
+    def scaled(m, x):
+        m.count.add_(1)
+        return F.relu(m.bn(m.conv1(x)) + x) * m.scale.exp()
+
+    plain = Net(scaled).double()
+    plain.register_buffer("scale", torch.tensor(0.5, dtype=torch.float64))
+    plain.register_buffer("count", torch.tensor(0))
+    model, _ = convert(copy.deepcopy(plain))
+    assert model.count == 0
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(x), plain.eval()(x))
+    for net in (model, plain):
+        net.scale.fill_(1.5)
+    same(model, plain, x)
+    assert model.count == plain.count > 1
+
+
+class Apart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.f = nn.Sequential(conv(3), norm(), nn.LeakyReLU(), conv())
+
+    def forward(self, x):
+        outs = []
+        for layer in self.f:
+            x = layer(x)
+            outs.append(x)
+        return (outs[1], outs[3]) if x.sum() > -1e9 else x
+
+
+def test_sequences_taken_apart_by_code_that_cannot_be_traced():
+    plain = Apart().double()
+    model, report = convert(copy.deepcopy(plain))
+    assert report.converted == 0
+    same(model, plain, torch.randn(4, 3, 8, 8, dtype=torch.float64))
+
+
+def test_two_conversions_are_undone_by_one_revert():
+    def middle(m, x):
+        return F.relu(m.bn2(m.conv1(F.leaky_relu(m.bn(x), 0.3))))
+
+    plain = Net(middle, bn2=norm()).double()
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    model = convert(convert(copy.deepcopy(plain), relu="keep")[0])[0]
+    same(copy.deepcopy(model), copy.deepcopy(plain), x)
+    for back in (revert(copy.deepcopy(model)), revert(model)):
+        assert type(back) is Net
+        same(back, copy.deepcopy(plain), x)
+
+
+def test_norms_that_are_not_plain():
+    class Frozen(nn.BatchNorm2d):
+        def train(self, mode=True):
+            return super().train(False)
+
+    replaced = norm()
+    replaced.forward = lambda x: x
+    computed = nn.BatchNorm2d(C)
+    nn.utils.parametrize.register_parametrization(computed, "weight", nn.Softplus())
+    for own in (Frozen(C), replaced, computed):
+        assert convert(nn.Sequential(conv(), own, nn.ReLU()))[1].lines[0].reason.startswith("SUBCLASS")
+
+
+def test_what_is_no_number_stays_none():
+    for act in (nn.ReLU(), nn.ReLU6(), nn.SiLU(), nn.Hardswish(), nn.LeakyReLU()):
+        plain = nn.Sequential(nn.Conv2d(3, C, 1), nn.BatchNorm2d(C), act)
+        model, _ = convert(copy.deepcopy(plain))
+        x = torch.randn(2, 3, 4, 4)
+        x[0, 0, 0, 0] = torch.nan
+        assert torch.equal(model(x).isnan(), plain(x).isnan())
+        mine, theirs = zoo.gradients(model, x), zoo.gradients(plain, x)
+        assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(mine, theirs, strict=True))
 
 
 def test_parts_of_what_cannot_be_traced_are_converted():

@@ -122,6 +122,9 @@ class Tracer(fx.Tracer):
     called. Every node's ``meta["owner"]`` is the path of the module whose code makes it.
     """
 
+    # Code that reads a buffer is to read it at every call.
+    proxy_buffer_attributes = True
+
     def __init__(
         self, opaque: set[nn.Module] | None = None, through: Callable[[nn.Module], bool] | None = None
     ) -> None:
@@ -131,6 +134,7 @@ class Tracer(fx.Tracer):
         self.culprit: nn.Module | None = None
         self.given: dict[nn.Module, frozenset[str]] = {}
         self._owners = [""]
+        self._around = _surroundings()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """One that records edits."""
@@ -245,7 +249,7 @@ def _collect(model: nn.Module, path: str, found: list[Section], failed: dict[str
 
     def below(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         for name, child in module.named_children():
-            if _is_called_whole(module, name, child):
+            if list(child.children()) and _is_called_whole(module, name, child):
                 yield child, ".".join(filter(None, (path, paths[module], name)))
 
     while True:

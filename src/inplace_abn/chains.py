@@ -1,18 +1,12 @@
-"""Finding batch norms and what follows them in a model, by symbolic tracing, without running it.
+"""Batch norms in a traced model and what follows them: a sum with a residual, perhaps, and an activation, perhaps.
 
-A chain is a batch norm, perhaps a sum with a residual, perhaps an activation, each read by the next alone. Values are followed
-through the whole model, across the borders of its modules. A module that cannot be traced (its code depends on numbers) is one
-step of unknown effect; what is inside of it is traced apart.
+Such a chain is read by nobody else on the way. Values are followed through the whole traced part, across the borders of modules.
 """
 
 from __future__ import annotations
 
-import inspect
 import operator
-import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,23 +14,20 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
+from .activations import ACTIVATIONS
 from .modules import ABN
+from .tracing import EDITS, is_hooked
 
 __all__ = [
+    "IDENTITY",
     "Chain",
     "Phi",
-    "Section",
-    "Tracer",
-    "calls",
     "edits_between",
     "follow",
     "inner_activation",
-    "is_hooked",
     "is_kept_by_readers",
     "reader_that_edits",
-    "sections",
     "source",
-    "unchanged",
     "users",
     "why_not_norm",
     "why_not_overwritten",
@@ -44,35 +35,14 @@ __all__ = [
 
 Phi = tuple[str, float]
 
-_MODULES: dict[type[nn.Module], Callable[[Any], Phi]] = {
-    nn.ReLU: lambda m: ("relu", 0.0),
-    nn.ReLU6: lambda m: ("relu6", 0.0),
-    nn.LeakyReLU: lambda m: ("leaky_relu", m.negative_slope),
-    nn.ELU: lambda m: ("elu", m.alpha),
-    nn.CELU: lambda m: ("celu", m.alpha),
-    nn.SELU: lambda m: ("selu", 0.0),
-    nn.SiLU: lambda m: ("silu", 0.0),
-    nn.GELU: lambda m: ("gelu" if m.approximate == "none" else "gelu_tanh", 0.0),
-    nn.Mish: lambda m: ("mish", 0.0),
-    nn.Hardswish: lambda m: ("hardswish", 0.0),
-    nn.Sigmoid: lambda m: ("sigmoid", 0.0),
-    nn.Tanh: lambda m: ("tanh", 0.0),
-}
-# By name, for functions and methods alike; the second entry says where a parameter is and what it is by default.
-_FUNCTIONS: dict[str, tuple[str, tuple[str, float] | None]] = {
-    "relu": ("relu", None),
-    "relu6": ("relu6", None),
-    "leaky_relu": ("leaky_relu", ("negative_slope", 0.01)),
-    "elu": ("elu", ("alpha", 1.0)),
-    "celu": ("celu", ("alpha", 1.0)),
-    "selu": ("selu", None),
-    "silu": ("silu", None),
-    "gelu": ("gelu", None),
-    "mish": ("mish", None),
-    "hardswish": ("hardswish", None),
-    "sigmoid": ("sigmoid", None),
-    "tanh": ("tanh", None),
-}
+IDENTITY: Phi = ("identity", 0.0)
+# Torch's modules; its functions and methods have the names of the table.
+_MODULES: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu", nn.ReLU6: "relu6", nn.LeakyReLU: "leaky_relu", nn.ELU: "elu", nn.CELU: "celu", nn.SELU: "selu",
+    nn.SiLU: "silu", nn.GELU: "gelu", nn.Mish: "mish", nn.Hardswish: "hardswish", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh",
+}  # fmt: skip
+# What torch calls a parameter of the table, and has it be where it is not given.
+_ARGUMENTS = {"slope": ("negative_slope", 0.01), "alpha": ("alpha", 1.0)}
 _ADDS = {operator.add, operator.iadd, torch.add}
 # What makes a new tensor and keeps no output: it may be overwritten.
 _FRESH_MODULES = (
@@ -99,257 +69,6 @@ _KEEPS_NOTHING_MODULES = (
 )  # fmt: skip
 
 
-class _Proxy(fx.Proxy):
-    """Records ``a += b`` as what it is; torch's own records a sum."""
-
-
-def _edits(name: str) -> Callable[[Any, Any], Any]:
-    function = getattr(operator, name)
-    return lambda a, b: a.tracer.create_proxy("call_function", function, (a, b), {})
-
-
-for _name in ("iadd", "isub", "imul", "itruediv"):
-    setattr(_Proxy, f"__{_name}__", _edits(_name))
-
-
-class Tracer(fx.Tracer):
-    """Traces through all modules but torch's own, norms, activations, hooked ones, and those in ``opaque``.
-
-    Code that a graph cannot express raises: what runs without gradients, under autocast or checkpointing of its own, and what
-    draws random numbers.
-
-    ``culprit`` is the innermost module whose code could not be traced, ``given`` the optional arguments with which modules were
-    called. Every node's ``meta["owner"]`` is the path of the module whose code makes it.
-    """
-
-    # Code that reads a buffer is to read it at every call.
-    proxy_buffer_attributes = True
-
-    def __init__(
-        self, opaque: set[nn.Module] | None = None, through: Callable[[nn.Module], bool] | None = None
-    ) -> None:
-        super().__init__()
-        self.opaque = opaque or set()
-        self.through = through
-        self.culprit: nn.Module | None = None
-        self.given: dict[nn.Module, frozenset[str]] = {}
-        self._owners = [""]
-        self._around = _surroundings()
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        """One that records edits."""
-        return _Proxy(node, self)
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a call is a single step."""
-        if self.through is not None:
-            return not self.through(m)
-        if m in self.opaque or isinstance(m, _BatchNorm | ABN) or type(m) in _MODULES or is_hooked(m):
-            return True
-        return super().is_leaf_module(m, module_qualified_name)
-
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """As torch does, and know where one is."""
-        path = self.path_of_module(m)
-        leaf = self.is_leaf_module(m, path)
-        if not leaf:
-            self._owners.append(path)
-            bound = inspect.signature(m.forward).bind(*args, **kwargs).arguments
-            self.given[m] = self.given.get(m, frozenset()) | {
-                name for name, value in bound.items() if value is not None
-            }
-        try:
-            return super().call_module(m, forward, args, kwargs)
-        except Exception:
-            if self.culprit is None:
-                self.culprit = m
-            raise
-        finally:
-            if not leaf:
-                self._owners.pop()
-
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node that knows its owner."""
-        if _surroundings() != self._around:
-            raise ValueError("part of it runs without gradients, or under autocast or checkpointing of its own")
-        node = super().create_node(*args, **kwargs)
-        node.meta["owner"] = self._owners[-1]
-        return node
-
-    def of(self, module: nn.Module, given: Collection[str] = ()) -> fx.Graph:
-        """The graph of a call with these of the optional arguments; the others have their defaults."""
-        parameters = inspect.signature(module.forward).parameters
-        plain = (type(None), bool, int, float, str)
-        left_out = {n: p.default for n, p in parameters.items() if isinstance(p.default, plain) and n not in given}
-        self._around, state = _surroundings(), torch.get_rng_state()
-        try:
-            graph = self.trace(module, concrete_args=left_out or None)
-            if not torch.equal(state, torch.get_rng_state()):
-                raise ValueError("it draws random numbers")
-            if any(str(node.target).startswith("_tensor_constant") for node in graph.nodes if node.op == "get_attr"):
-                raise ValueError("it computes with tensors that are no parameters or buffers")
-        finally:
-            torch.set_rng_state(state)
-            for name in [name for name in vars(module) if name.startswith("_tensor_constant")]:
-                delattr(module, name)
-        # Torch renames arguments that it fixes.
-        for node in graph.nodes:
-            name = str(node.target).rpartition("_")[0]
-            if node.op == "placeholder" and node.target not in parameters and name in left_out:
-                node.target = name
-        return graph
-
-
-def _surroundings() -> tuple[Any, ...]:
-    """What code around a step may have set, and a graph does not know."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    cast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *cast, None if hooks is None else id(hooks[0])
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody watches its inputs, outputs or their gradients."""
-    tables = (
-        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
-    )  # fmt: skip
-    # Those of recompute watch nothing.
-    watching = [
-        hook for table in tables for hook in table.values() if not hook.__module__.startswith(__package__ or "?")
-    ]
-    return bool(watching)
-
-
-@dataclass
-class Section:
-    """A part of the model that could be traced in one piece."""
-
-    path: str
-    graph: fx.Graph
-    modules: dict[str, nn.Module]
-    given: dict[nn.Module, frozenset[str]]
-
-    def named(self, path: str) -> str:
-        """A path within the whole model."""
-        return ".".join(filter(None, (self.path, path)))
-
-
-def sections(model: nn.Module, training: bool = True) -> tuple[list[Section], dict[str, str]]:
-    """The largest traceable parts of a model in a mode; and, by path, why a module could not be traced."""
-    found: list[Section] = []
-    failed: dict[str, str] = {}
-    with _in_mode(model, training):
-        _collect(model, "", found, failed)
-    return found, failed
-
-
-def _collect(model: nn.Module, path: str, found: list[Section], failed: dict[str, str]) -> None:
-    opaque: set[nn.Module] = set()
-    modules = dict(model.named_modules())
-    paths = {module: name for name, module in modules.items()}
-
-    def below(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-        for name, child in module.named_children():
-            if list(child.children()) and _is_called_whole(module, name, child):
-                yield child, ".".join(filter(None, (path, paths[module], name)))
-
-    while True:
-        tracer = Tracer(opaque)
-        try:
-            with unchanged(modules.values()) as changed:
-                graph = tracer.of(model)
-            if changed:
-                tracer.culprit = changed[0][0]
-                raise ValueError(f"its code changes {changed[0][1]}")
-        except Exception as error:
-            culprit = tracer.culprit or model
-            where = ".".join(filter(None, (path, paths.get(culprit, ""))))
-            failed[where] = (
-                f"{type(culprit).__name__}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            )
-            if culprit is model or culprit in opaque or culprit not in paths:
-                for child, name in below(model):
-                    _collect(child, name, found, failed)
-                return
-            opaque.add(culprit)
-            continue
-        break
-    found.append(Section(path, graph, modules, tracer.given))
-    for module in opaque:
-        for child, name in below(module):
-            _collect(child, name, found, failed)
-    for module in {modules[str(node.target)] for node in graph.nodes if node.op == "call_module"} - opaque:
-        if is_hooked(module) and list(module.children()):
-            _collect(module, ".".join(filter(None, (path, paths[module]))), found, failed)
-
-
-# What every module has of its own.
-_INTERNAL = frozenset(vars(nn.Module()))
-
-
-@contextmanager
-def unchanged(modules: Iterable[nn.Module]) -> Iterator[list[tuple[nn.Module, str]]]:
-    """Put attributes back that code changes while it is traced, as caches do; yields which, filled at the end."""
-
-    def own(module: nn.Module) -> dict[str, Any]:
-        return {k: v for k, v in vars(module).items() if k not in _INTERNAL and not k.startswith("_tensor_constant")}
-
-    def inside(value: Any) -> Any:
-        return dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else None
-
-    def same(a: Any, b: Any) -> bool:
-        if isinstance(a, dict):
-            return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
-        return a is None or (len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)))
-
-    before = [(module, own(module), {k: inside(v) for k, v in own(module).items()}) for module in modules]
-    changed: list[tuple[nn.Module, str]] = []
-    try:
-        yield changed
-    finally:
-        for module, attributes, contents in before:
-            now = vars(module)
-            for name in own(module).keys() | attributes.keys():
-                if name not in attributes:
-                    del now[name]
-                elif now.get(name) is not attributes[name]:
-                    now[name] = attributes[name]
-                elif same(contents[name], inside(attributes[name])):
-                    continue
-                elif isinstance(attributes[name], dict):
-                    attributes[name].clear()
-                    attributes[name].update(contents[name])
-                else:
-                    attributes[name][:] = contents[name]
-                changed.append((module, name))
-
-
-def _is_called_whole(parent: nn.Module, name: str, child: nn.Module) -> bool:
-    """Whether code that cannot be traced calls a child, and does not take a sequence apart."""
-    if type(child).forward is not nn.Sequential.forward or isinstance(
-        parent, nn.Sequential | nn.ModuleList | nn.ModuleDict
-    ):
-        return True
-    try:
-        source = inspect.getsource(type(parent))
-    except (OSError, TypeError):
-        return False
-    pieces = (rf"self\.{name}\[", rf"in self\.{name}\b", rf"\(self\.{name}\b", rf"self\.{name}\.")
-    return f"self.{name}(" in source and not any(re.search(piece, source) for piece in pieces)
-
-
-@contextmanager
-def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """All of it in training or evaluation for a while."""
-    before = [(module, module.training) for module in model.modules()]
-    for module, _ in before:
-        module.training = training
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
-
-
 def name_of(node: fx.Node, modules: dict[str, nn.Module]) -> str:
     """What a step is called: "relu", "add", "Conv2d"."""
     if node.op == "call_module":
@@ -362,29 +81,38 @@ def name_of(node: fx.Node, modules: dict[str, nn.Module]) -> str:
 def activation_of(node: fx.Node, modules: dict[str, nn.Module]) -> Phi | None:
     """The activation that a step is, with its parameter; None where it is something else."""
     if node.op == "call_module":
-        module = modules[str(node.target)]
-        make = None if "forward" in vars(module) else _MODULES.get(type(module))
-        return None if make is None else make(module)
+        return _of_module(modules[str(node.target)])
     name = name_of(node, modules).rstrip("_")
-    if node.op not in ("call_function", "call_method") or name not in _FUNCTIONS:
+    if node.op not in ("call_function", "call_method") or name not in _MODULES.values():
         return None
-    phi, parameter = _FUNCTIONS[name]
-    rest = dict(node.kwargs)
-    # More than a parameter, or "in place", and it is another function.
+    # A function of this name that is not torch's, or one of its operators with arguments of their own.
     home = getattr(node.target, "__module__", None) or ""
-    if node.op == "call_function" and not home.startswith(("torch.nn.functional", "torch._C", "torch")):
+    if node.op == "call_function" and (not home.startswith("torch") or "OpOverload" in type(node.target).__name__):
         return None
-    extra = node.args[2 if parameter is not None else 1 :]
-    if "OpOverload" in type(node.target).__name__ or not all(isinstance(value, bool) for value in extra):
-        return None
-    inplace = rest.pop("inplace", False)
+    rest = dict(node.kwargs)
+    rest.pop("input", None)
+    extra = [rest.pop("inplace", False), *node.args[1:]]
     value: Any = 0.0
+    parameter = ACTIVATIONS[name].parameter
     if parameter is not None:
-        value = rest.pop(parameter[0], node.args[1] if len(node.args) > 1 else parameter[1])
-    elif phi == "gelu":
-        phi = "gelu" if rest.pop("approximate", "none") == "none" else "gelu_tanh"
-    known = isinstance(value, int | float) and isinstance(inplace, bool) and set(rest) <= {"input"}
-    return (phi, float(value)) if known else None
+        key, value = _ARGUMENTS[parameter]
+        value = extra.pop(1) if len(extra) > 1 else rest.pop(key, value)
+    elif name == "gelu" and rest.pop("approximate", "none") != "none":
+        name = "gelu_tanh"
+    # What is left may be "in place", and nothing else.
+    known = isinstance(value, int | float) and not rest and all(isinstance(flag, bool) for flag in extra)
+    return (name, float(value)) if known else None
+
+
+def _of_module(module: Any) -> Phi | None:
+    """The activation that a module is."""
+    name = None if "forward" in vars(module) else _MODULES.get(type(module))
+    if name is None:
+        return None
+    parameter = ACTIVATIONS[name].parameter
+    if name == "gelu" and module.approximate != "none":
+        name = "gelu_tanh"
+    return name, 0.0 if parameter is None else float(getattr(module, _ARGUMENTS[parameter][0]))
 
 
 def _is_transparent(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
@@ -419,10 +147,15 @@ def edits(node: fx.Node, value: fx.Node, modules: dict[str, nn.Module]) -> bool:
         return False
     if node.op == "call_module":
         return bool(getattr(modules[str(node.target)], "inplace", False))
-    name = name_of(node, modules)
-    is_edit = name in ("iadd", "isub", "imul", "itruediv", "setitem") or (
-        name.endswith("_") and not name.endswith("__")
-    )
+    return _writes(node)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a function, method or operator writes over its first argument."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = str(getattr(node.target, "__name__", node.target))
+    is_edit = name in (*EDITS, "setitem") or (name.endswith("_") and not name.endswith("__"))
     return is_edit or node.kwargs.get("inplace") is True
 
 
@@ -500,7 +233,7 @@ class Chain:
     add: fx.Node | None = None
     residual: fx.Node | None = None
     act: fx.Node | None = None
-    phi: Phi = ("identity", 0.0)
+    phi: Phi = IDENTITY
     last: fx.Node = field(init=False)
 
     def __post_init__(self) -> None:
@@ -509,14 +242,12 @@ class Chain:
     @property
     def pattern(self) -> str:
         """As the report shows it."""
-        return " + ".join(["bn", *(["add"] if self.add else []), *([self.phi[0]] if self.act else [])])
+        return " + ".join(["bn", *(["add"] if self.add else []), *([self.phi[0]] if self.phi != IDENTITY else [])])
 
 
-def follow(
-    norm: fx.Node, modules: dict[str, nn.Module], inner: Phi = ("identity", 0.0), residuals: bool = True
-) -> Chain:
+def follow(norm: fx.Node, modules: dict[str, nn.Module], inner: Phi = IDENTITY, residuals: bool = True) -> Chain:
     """The chain that begins with a call of a norm; ``inner`` is the activation that the norm's own module has already."""
-    if inner[0] != "identity":
+    if inner != IDENTITY:
         return Chain(norm, phi=inner)
     readers = users(norm, modules)
     if len(readers) != 1:
@@ -558,25 +289,11 @@ def _other_operand(node: fx.Node, value: fx.Node, modules: dict[str, nn.Module])
 
 def edits_between(first: fx.Node, last: fx.Node, chain: Collection[fx.Node | None]) -> bool:
     """Whether anything is written between two steps, but for those of a chain."""
-    node = first
-    while node is not last:
-        node = node.next
-        name = str(getattr(node.target, "__name__", node.target))
-        writes = name in ("iadd", "isub", "imul", "itruediv", "setitem") or (
-            name.endswith("_") and not name.endswith("__")
-        )
-        if (
-            node not in chain
-            and node.op in ("call_function", "call_method")
-            and (writes or node.kwargs.get("inplace") is True)
-        ):
+    while first is not last:
+        first = first.next
+        if first not in chain and _writes(first):
             return True
     return False
-
-
-def calls(graph: fx.Graph) -> Counter[str]:
-    """How often every module is called."""
-    return Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
 
 
 def why_not_norm(module: nn.Module) -> str | None:
@@ -598,7 +315,7 @@ def inner_activation(module: nn.Module) -> Phi | None:
     """The activation within a norm of timm's kind (``BatchNormAct2d``); None for norms of other kinds, or if unknown."""
     act, drop = getattr(module, "act", None), getattr(module, "drop", None)
     if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
-        return ("identity", 0.0)
+        return IDENTITY
     timms = type(module).__module__.startswith("timm.") and type(module).__name__ in (
         "BatchNormAct2d",
         "SyncBatchNormAct",
@@ -606,6 +323,5 @@ def inner_activation(module: nn.Module) -> Phi | None:
     if not timms or not isinstance(drop, nn.Identity):
         return None
     if isinstance(act, nn.Identity):
-        return ("identity", 0.0)
-    make = _MODULES.get(type(act)) if isinstance(act, nn.Module) and not is_hooked(act) else None
-    return None if make is None else make(act)
+        return IDENTITY
+    return _of_module(act) if isinstance(act, nn.Module) and not is_hooked(act) else None

@@ -222,13 +222,14 @@ def convert(given: argparse.Namespace) -> None:
     import torch
 
     from . import conversion, pages
+    from .memory import readable
 
     model = load(given.model, given.weights)
     example = torch.empty(shape_of(given.input), device="meta")
     options = {"relu": given.relu, "residual": not given.no_residual, "preserve": given.preserve}
     _, report = conversion.convert(model, example=example, dry_run=True, **options)
     rows = [
-        (line.layer or "(model)", line.pattern, line.decision, conversion.mebibytes(line.bytes_saved), line.reason)
+        (line.layer or "(model)", line.pattern, line.decision, readable(line.bytes_saved), line.reason)
         for line in report.lines
     ]
     show(("layer", "pattern", "decision", "saved", "reason"), rows, given.model)

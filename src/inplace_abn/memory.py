@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["LiveBytes", "SavedBytes", "peak_bytes", "saved_bytes"]
+__all__ = ["LiveBytes", "SavedBytes", "peak_bytes", "readable", "saved_bytes"]
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,17 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str = "cpu") -
         level += event.nbytes()
         peak = max(peak, level)
     return peak
+
+
+def readable(size: int | None) -> str:
+    """A number of bytes as people read it; empty for None.
+
+    >>> readable(3 << 20), readable(3 << 30), readable(None)
+    ('3.0 MiB', '3.00 GiB', '')
+    """
+    if size is None:
+        return ""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 class LiveBytes(TorchDispatchMode):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-from .conversion import Line, Report, mebibytes
+from .conversion import Line, Report
+from .memory import readable
 
 __all__ = ["page"]
 
@@ -30,9 +31,9 @@ def page(report: Report, title: str) -> str:
     if report.before is not None and report.after is not None:
         share = report.after / max(report.before, 1)
         both = (
-            f'<p><span class="bar before key"></span>before {mebibytes(report.before)}'
+            f'<p><span class="bar before key"></span>before {readable(report.before)}'
             f'<div class="bar before" style="width:100%"></div></p>'
-            f'<p><span class="bar after key"></span>after {mebibytes(report.after)}'
+            f'<p><span class="bar after key"></span>after {readable(report.after)}'
             f'<div class="bar after" style="width:{100 * share:.1f}%"></div></p>'
         )
         chart = f"<h2>Maps kept, norm by norm</h2><table id='chart'>{chart}</table>"
@@ -57,7 +58,7 @@ def _bars(line: Line, largest: int) -> str:
         f"<tr><td><code>{escape(line.layer or '(model)')}</code><td class='bars'>"
         f"<div class='bar before' style='width:{100 * was / largest:.1f}%'></div>"
         f"<div class='bar after' style='width:{100 * now / largest:.1f}%'></div>"
-        f"<td class='number'>{mebibytes(was)} → {mebibytes(now)}</tr>"
+        f"<td class='number'>{readable(was)} → {readable(now)}</tr>"
     )
 
 
@@ -65,5 +66,5 @@ def _row(line: Line) -> str:
     left = " class='left'" if line.decision == "left" else ""
     return (
         f"<tr{left}><td><code>{escape(line.layer or '(model)')}</code><td>{escape(line.pattern)}<td>{escape(line.decision)}"
-        f"<td class='number'>{mebibytes(line.bytes_saved)}<td>{escape(line.reason)}</tr>"
+        f"<td class='number'>{readable(line.bytes_saved)}<td>{escape(line.reason)}</tr>"
     )

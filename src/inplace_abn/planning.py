@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .conversion import convert, on_meta
 from .doctor import columns
-from .memory import LiveBytes
+from .memory import LiveBytes, readable
 
 __all__ = ["Plan", "Row", "plan"]
 
@@ -56,21 +56,16 @@ class Plan:
         rows = [
             (
                 row.way,
-                gibibytes(row.kept),
-                gibibytes(row.peak),
+                readable(row.kept),
+                readable(row.peak),
                 "" if row.largest_batch is None else str(row.largest_batch),
                 "" if row.largest_crop is None else f"{row.largest_crop}²",
             )
             for row in self.rows
         ]
         shape = "×".join(map(str, self.input_shape))
-        last = f"input {shape}; parameters, buffers and optimizer state: {gibibytes(self.static)}"
+        last = f"input {shape}; parameters, buffers and optimizer state: {readable(self.static)}"
         return "\n".join([*columns(head, rows), last])
-
-
-def gibibytes(size: int) -> str:
-    """As people read it."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
 
 
 def size_in_bytes(text: str | int) -> int:
@@ -114,25 +109,12 @@ def plan(
         >>> plan(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), (4, 3, 66, 66)).rows[1].way
         'converted'
     """
-    limit = None if memory is None else int(USABLE * size_in_bytes(memory))
+    total = None if memory is None else size_in_bytes(memory)
+    limit = None if total is None else int(USABLE * total)
     tell = progress or (lambda text: None)
-    bare = on_meta(model).train()
-    parameters = sum(p.nbytes for p in bare.parameters())
-    learned = sum(p.nbytes for p in bare.parameters() if p.requires_grad)
-    static = parameters + sum(b.nbytes for b in bare.buffers()) + optimizer_states * learned
-    # Autocast keeps copies of the weights beside the maps, and gradients become float32 one by one.
-    copies = 0
-    if dtype != torch.float32:
-        copies = sum(p.numel() * dtype.itemsize for p in bare.parameters() if p.dim() > 1)
-        bare.to(dtype)
-    ways = {
-        "standard": bare,
-        "converted": convert(on_meta(bare))[0],
-        "converted, leaky ReLU": convert(on_meta(bare), relu="leaky")[0],
-    }
-    ways["converted, checkpointed"] = _checkpointed(on_meta(ways["converted"]))
+    static, copies = _fixed_bytes(model, dtype, optimizer_states)
     rows = []
-    for way, net in ways.items():
+    for way, net in _ways(on_meta(model).train().to(dtype)).items():
         tell(way)
 
         @functools.cache
@@ -149,7 +131,27 @@ def plan(
                 side = _largest(_by_side(bytes_of, input_shape), input_shape[2] // SIDE or 1, limit, 2)
                 crop = None if side is None else SIDE * side
         rows.append(Row(way, kept, peak, batch, crop))
-    return Plan(tuple(input_shape), None if memory is None else size_in_bytes(memory), static, tuple(rows))
+    return Plan(tuple(input_shape), total, static, tuple(rows))
+
+
+def _fixed_bytes(model: nn.Module, dtype: torch.dtype, optimizer_states: int) -> tuple[int, int]:
+    """Parameters, buffers and optimizer state; and the copies of weights that autocast keeps beside the maps."""
+    parameters = list(model.parameters())
+    learned = sum(p.nbytes for p in parameters if p.requires_grad)
+    static = sum(t.nbytes for t in (*parameters, *model.buffers())) + optimizer_states * learned
+    copies = 0 if dtype == torch.float32 else sum(p.numel() * dtype.itemsize for p in parameters if p.dim() > 1)
+    return static, copies
+
+
+def _ways(bare: nn.Module) -> dict[str, nn.Module]:
+    """The model, and what can be made of it."""
+    exact = convert(on_meta(bare))[0]
+    return {
+        "standard": bare,
+        "converted": exact,
+        "converted, leaky ReLU": convert(on_meta(bare), relu="leaky")[0],
+        "converted, checkpointed": _checkpointed(on_meta(exact)),
+    }
 
 
 def _by_side(bytes_of: Callable[[tuple[int, ...]], tuple[int, int]], shape: tuple[int, ...]) -> Callable[[int], int]:

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .context import Passing, is_traced
 
-__all__ = ["Record", "is_used", "recompute"]
+__all__ = ["Record", "is_used", "recompute", "unmark"]
 
 # Of a chain of residual sums, every so manyth z is kept.
 ANCHOR = 4

@@ -1,0 +1,143 @@
+"""New code for a module: its own ``forward`` with sums and activations left to the norms before them, and back.
+
+The module stays the same object and gets a class of its own, derived from the one it has, so that it still is what it was. Copies
+and pickles are made of the class it had and the norms it was rewritten for, and rewritten anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from . import chains
+from .tracing import Tracer, is_hooked, unchanged
+
+__all__ = ["forward_of", "rewrite", "undo"]
+
+Forward = Callable[..., Any]
+# Files of generated code, for tracebacks.
+_FILES = itertools.count()
+
+
+def forward_of(
+    module: nn.Module, norms: Sequence[str], given: frozenset[str], sums: Sequence[bool | None] | None = None
+) -> Forward:
+    """The module's own code, with the sums and activations after these norms left to them; an error where that cannot be.
+
+    ``norms`` are paths inside of the module, ``given`` the optional arguments with which it is called. ``sums`` says, where it is
+    known, which of the norms are to take a sum.
+    """
+    modules = dict(module.named_modules())
+    if "forward" in module.__dict__:
+        raise ValueError("its forward was replaced on the instance")
+    inlined = set()
+    for path in norms:
+        while "." in path:
+            path = path.rpartition(".")[0]
+            if is_hooked(modules[path]):
+                raise ValueError(f"a hook watches {path}")
+            inlined.add(modules[path])
+    before = [(m, m.training) for m in (module, *inlined)]
+    forwards: dict[bool, tuple[str, dict[str, Any]]] = {}
+    try:
+        for training in (True, False):
+            for m, _ in before:
+                m.training = training
+            with unchanged((module, *inlined)) as changed:
+                graph = Tracer(through=inlined.__contains__).of(module, given)
+            if changed:
+                raise ValueError(f"its code changes {', '.join(name for _, name in changed)}")
+            for path, has_sum in zip(norms, sums or [None] * len(norms), strict=True):
+                _take_over(graph, modules, path, has_sum)
+            code = graph.python_code("self")
+            forwards[training] = code.src, code.globals
+    finally:
+        for m, was in before:
+            m.training = was
+    name = type(module).__name__
+    compiled = {training: _compile(src, space, name) for training, (src, space) in forwards.items()}
+    if forwards[True][0] == forwards[False][0]:
+        return compiled[True]
+    in_training, in_evaluation = compiled[True], compiled[False]
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (in_training if self.training else in_evaluation)(self, *args, **kwargs)
+
+    return forward
+
+
+def _take_over(graph: fx.Graph, modules: dict[str, nn.Module], path: str, has_sum: bool | None) -> None:
+    """Let the call of a norm do what follows it."""
+    nodes = [node for node in graph.nodes if node.op == "call_module" and node.target == path]
+    if len(nodes) != 1:
+        raise ValueError(f"it calls {path} {len(nodes)} times")
+    chain = chains.follow(nodes[0], modules)
+    if chain.last is chain.norm or has_sum not in (None, chain.add is not None):
+        raise ValueError(f"what follows {path} is elsewhere")
+    if chains.edits_between(chain.norm, chain.last, (chain.add, chain.act)):
+        raise ValueError(f"something is written to between {path} and what follows it")
+    with graph.inserting_before(chain.last):
+        kwargs: dict[str, Any] = {} if chain.residual is None else {"residual": chain.residual}
+        together = graph.call_module(path, (chain.norm.args[0],), kwargs)
+    chain.last.replace_all_uses_with(together)
+    # The sum, the activation, and the identities between them.
+    value: fx.Node = chain.last
+    while True:
+        before = [n for n in value.all_input_nodes if n is not chain.residual]
+        graph.erase_node(value)
+        if value is chain.norm:
+            return
+        (value,) = before
+
+
+def _compile(source: str, space: dict[str, Any], name: str) -> Forward:
+    file = f"<{name}.forward, converted, {next(_FILES)}>"
+    exec(compile(source, file, "exec"), space)
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    forward: Forward = space["forward"]
+    return forward
+
+
+def rewrite(module: nn.Module, norms: tuple[str, ...], given: frozenset[str], forward: Forward | None = None) -> None:
+    """Give the module new code, of :func:`forward_of` unless it is there already."""
+    if earlier := undo(module):
+        norms, given, forward = (*earlier[0], *norms), earlier[1], None
+    kind = type(module)
+    own = {
+        "forward": forward or forward_of(module, norms, given),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__reduce_ex__": _reduce,
+        "_rewritten": (kind, norms, given),
+    }
+    module.__class__ = type(kind.__name__, (kind,), own)
+
+
+def undo(module: Any) -> tuple[tuple[str, ...], frozenset[str]] | None:
+    """Give a rewritten module the class it had; the norms and arguments it was rewritten for. None for any other module."""
+    if "_rewritten" not in vars(type(module)):
+        return None
+    kind, norms, given = type(module)._rewritten
+    module.__class__ = kind
+    return norms, given
+
+
+def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """For copies and pickles: what it was, and the norms with which to do it again."""
+    return _again, self._rewritten, self.__dict__
+
+
+def _again(kind: type[nn.Module], norms: tuple[str, ...], given: frozenset[str]) -> nn.Module:
+    def restore(self: nn.Module, state: dict[str, Any]) -> None:
+        self.__class__ = kind
+        kind.__setstate__(self, state)
+        rewrite(self, norms, given)
+
+    waiting: Any = type(kind.__name__, (kind,), {"__setstate__": restore})
+    new: nn.Module = waiting.__new__(waiting)
+    return new

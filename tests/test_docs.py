@@ -229,3 +229,45 @@ def test_the_compatibility_table_names_tests_that_exist():
 def test_every_activation_is_described():
     text = (ROOT / "docs" / "which-layer.md").read_text()
     assert all(f"`{activation}`" in text for activation in ACTIVATIONS)
+
+
+# Network, what is searched, what is fixed; the paper's batch or crop of a standard network per card (None: it does not fit), and
+# in place: Tables 1, 3 and 4 divided by four cards.
+PAPER = [
+    ("resnext101", "batch", 224, 64, 128),
+    ("resnext152", "batch", 224, None, 64),
+    ("wide_resnet38", "batch", 224, None, 64),
+    ("resnext101", "batch", 512, 4, 7),
+    ("resnext101", "crop", 4, 512, 672),
+    ("resnext101", "batch", 480, 4, 6),
+    ("wide_resnet38_a2", "batch", 512, 5, 7),
+    ("wide_resnet38_a2", "crop", 5, 512, 640),
+    ("wide_resnet38_a2", "batch", 496, 5, 7),
+    ("wide_resnet38_a2", "crop", 4, None, 712),
+    ("wide_resnet38_a2", "crop", 3, None, 872),
+    ("resnext152", "crop", 3, None, 680),
+]
+
+
+def test_what_fits_12_gigabytes_is_the_committed_measurement():
+    text = (ROOT / "docs" / "models.md").read_text()
+    found = {
+        (r["net"], r["vary"], int(r["fixed"]), r["dtype"], r["norm"]): int(r["largest"])
+        for r in read("capacity-H200-torch2.11.0-triton3.6.0.csv")
+    }
+    for net, vary, fixed, standard, in_place in PAPER:
+        for dtype in ("float32", "bfloat16"):
+            before, after = (found[net, vary, fixed, dtype, norm] for norm in ("standard", "in place"))
+            power, square = (2, "²") if vary == "crop" else (1, "")
+            more = (after / before) ** power - 1
+            assert f"{before}{square} → {after}{square} (+{100 * more:.0f} %)" in text
+            assert after >= in_place
+            if dtype == "float32":
+                # Standard networks have the paper's size, or do not fit; crops and their number gain what the paper gained.
+                if standard is None:
+                    assert before < in_place
+                else:
+                    assert before >= standard
+                    assert fixed == 224 or more >= (in_place / standard) ** power - 1
+    for r in read("steps-H200-torch2.11.0-triton3.6.0.csv"):
+        assert f"{r['median_ms']} ms ({r['p10_ms']}–{r['p90_ms']}), {r['peak_gib']} GiB" in text

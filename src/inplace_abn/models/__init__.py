@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..modules import InPlaceABN
-from . import densenet as _densenet
-from . import residual as _residual
 from .deeplab import DeepLabV3, Head
 from .densenet import DenseNet, densenet121, densenet169, densenet201, densenet264
 from .residual import (
@@ -70,12 +68,8 @@ __all__ = [
     "wide_resnet38_a2",
 ]
 
-_PREFIXES = ("resnet", "resnext", "wide_resnet", "densenet")
 _BUILDERS: dict[str, Callable[..., Any]] = {
-    name: make
-    for room in (_residual, _densenet)
-    for name, make in vars(room).items()
-    if name.startswith(_PREFIXES) and callable(make)
+    name: globals()[name] for name in __all__ if name.startswith(("resnet", "resnext", "wide_resnet", "densenet"))
 }
 
 

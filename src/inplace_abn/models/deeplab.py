@@ -41,6 +41,7 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.pooling_size = pooling_size
+        self.out_channels = outside
         self.map_convs = nn.ModuleList([conv(inside, hidden, 1), *(conv(inside, hidden, 3, 1, d) for d in dilations)])
         self.map_bn = norm_act(4 * hidden)
         self.global_pooling_conv = conv(inside, hidden, 1)
@@ -54,7 +55,7 @@ class Head(nn.Module):
         """Features of ``outside`` channels, of the same size."""
         out: Tensor = self.red_conv(self.map_bn(torch.cat([view(x) for view in self.map_convs], dim=1)))
         pool: Tensor = self.pool_red_conv(self.global_pooling_bn(self.global_pooling_conv(self._pooled(x))))
-        z: Tensor = self.red_bn(out.add_(pool.expand_as(out) if pool.shape[2:] != out.shape[2:] else pool))
+        z: Tensor = self.red_bn(out.add_(pool))
         return z
 
     def _pooled(self, x: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ class DeepLabV3(nn.Module):
         super().__init__()
         self.body = body
         self.head = Head(body.out_channels, norm_act=norm_act, **options)
-        self.cls = nn.Conv2d(256, classes, 1)
+        self.cls = nn.Conv2d(self.head.out_channels, classes, 1)
         initialize(self.cls)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ ROOMS = [
     "doctor",
     "strategies",
     "training",
+    "outside",
     "checkpoints",
     "memory",
     "tracing",

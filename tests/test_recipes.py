@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inplace_abn.recipes.data import CLASSES, COLOURS, VOID, StreetScenes, scene
 from inplace_abn.recipes.metrics import confusion, mean_iou, pixel_accuracy
+from inplace_abn.recipes.scenes import CLASSES, COLOURS, VOID, StreetScenes, scene
 
 
 def test_scenes_are_the_same_every_time_and_differ_from_each_other():

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from inplace_abn.cli import Mistake, torchvision_package
+from inplace_abn import outside
 
 
 def torchvision() -> Any:
     """The package, or skip."""
     try:
-        return torchvision_package()
-    except Mistake as error:
+        return outside.torchvision()
+    except ImportError as error:
         pytest.skip(str(error))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .modules import ABN
 
-__all__ = ["load", "read"]
+__all__ = ["load", "read", "take"]
 
 Scale = Literal["signed", "abs+eps"]
 
@@ -76,7 +76,7 @@ def _flat(part: Any, prefix: str, path: Path) -> dict[str, Tensor]:
     return found
 
 
-def load(model: nn.Module, path: str | Path, scale: Scale | None = None) -> None:
+def load(model: nn.Module, path: str | Path, scale: Scale | None = None, *, leave: tuple[str, ...] = ()) -> None:
     """Load a file into the model: all of it, or nothing and an error that lists what does not fit.
 
     Args:
@@ -84,6 +84,7 @@ def load(model: nn.Module, path: str | Path, scale: Scale | None = None) -> None
         path: see :func:`read`.
         scale: what the norms' weights mean: "signed", γ = w, as torch and this package train; or "abs+eps", γ = |w| + eps, as the
             original's in-place layers do. None serves the files released with the original, known by their MD5.
+        leave: beginnings of names to leave out: ``("classifier.",)`` loads a classifier's file into a network of features.
     """
     path = Path(path)
     if scale is None:
@@ -93,10 +94,16 @@ def load(model: nn.Module, path: str | Path, scale: Scale | None = None) -> None
             f'{path.name} is none of the released files, and scale is {scale!r}: say scale="signed" for weights trained with '
             'torch\'s batch norm or this package, scale="abs+eps" for the in-place layers of the original'
         )
-    tensors = read(path)
+    take(model, read(path), scale, path.name, leave=leave)
+
+
+def take(
+    model: nn.Module, tensors: Mapping[str, Tensor], scale: Scale, source: str, *, leave: tuple[str, ...] = ()
+) -> None:
+    """Load tensors by name as :func:`load` does; ``source`` is what messages call them."""
     own = model.state_dict()
     # Files from before July 2018 have a batch norm of their own inside each layer.
-    tensors = {n if n in own else n.replace(".bn.", "."): v for n, v in tensors.items()}
+    tensors = {n if n in own else n.replace(".bn.", "."): v for n, v in tensors.items() if not n.startswith(leave)}
     norms = {
         f"{name}.weight" if name else "weight": m
         for name, m in model.named_modules()
@@ -111,7 +118,7 @@ def load(model: nn.Module, path: str | Path, scale: Scale | None = None) -> None
     ]
     if wrong:
         shown = "\n  ".join(wrong[:20]) + (f"\n  and {len(wrong) - 20} more" if len(wrong) > 20 else "")
-        raise ValueError(f"{path.name} does not fit the model, which was left as it is:\n  {shown}")
+        raise ValueError(f"{source} does not fit the model, which was left as it is:\n  {shown}")
     if scale == "abs+eps":
         tensors |= {n: tensors[n].abs() + m.eps for n, m in norms.items()}
     for name, counter in own.items():

@@ -1,4 +1,4 @@
-"""``inplace-abn``: info, convert, plan, export, doctor.
+"""``inplace-abn``: info, convert, plan, export, doctor, recipes, train, evaluate, predict.
 
 Models are named ``torchvision:resnet50``, ``timm:resnet50``, or ``module:callable`` for one's own code, which is imported from
 the current directory and called without arguments.
@@ -62,6 +62,34 @@ def parser() -> argparse.ArgumentParser:
     of_model(sub, None)
     sub.add_argument("--dtype", choices=DTYPES, default="float32", help="what maps are stored in")
     sub.add_argument("--relu", choices=("exact", "leaky", "keep"), default="leaky", help="what a ReLU becomes")
+    sub = command("recipes", "List the training recipes, or the settings of one.")
+    sub.add_argument("recipe", nargs="?", help="its settings, with what they mean")
+    sub = command("train", "Train a recipe; stopped at any moment, it goes on with --resume.")
+    sub.add_argument("recipe", help="its name; inplace-abn recipes lists them")
+    sub.add_argument("--data", metavar="FOLDER", help="short for --set data.path=FOLDER")
+    sub.add_argument("--body", metavar="FILE", help="short for --set network.body=FILE: weights to start from")
+    sub.add_argument("--out", type=Path, metavar="FOLDER", help="of the run (default runs/RECIPE)")
+    sub.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change a setting; inplace-abn recipes RECIPE lists them",
+    )
+    sub.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    sub.add_argument("--device", metavar="NAME", help="cuda, cuda:1, cpu (default: a GPU where there is one)")
+    sub.add_argument("--find-batch-size", action="store_true", help="forecast the largest batch that fits, and stop")
+    sub.add_argument("--memory", metavar="SIZE", help="of the device, such as 24GB, for --find-batch-size")
+    sub = command("evaluate", "Score a run on its validation data.")
+    sub.add_argument("run", type=Path, help="folder of the run")
+    sub.add_argument("--data", metavar="FOLDER", help="where the data lie now")
+    sub.add_argument(
+        "--view", default="centre", help="of an image to classify: centre, ten (crops), or 320 (a larger centre)"
+    )
+    sub.add_argument("--activation", metavar="NAME", help="behind the norms instead of the one that was trained with")
+    sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change a setting")
+    sub.add_argument("--device", metavar="NAME", help="cuda, cuda:1, cpu (default: a GPU where there is one)")
+    sub.add_argument("--json", type=Path, metavar="FILE", help="write the scores as JSON")
     return top
 
 
@@ -73,8 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError:
         print(EXTRA, file=sys.stderr)
         return 1
+    commands = (info, convert, plan, export, doctor, recipes, train, evaluate)
     try:
-        {"info": info, "convert": convert, "plan": plan, "export": export, "doctor": doctor}[given.command](given)
+        {run.__name__: run for run in commands}[given.command](given)
     except Mistake as error:
         print(f"inplace-abn: {error}", file=sys.stderr)
         return 1
@@ -95,27 +124,14 @@ def show(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | None =
     Console(width=None if console.is_terminal else 200).print(table)
 
 
-def torchvision_package() -> Any:
-    """Torchvision, be its compiled operators for another build of torch: models need none of them."""
-    import torch
+def _package() -> Any:
+    """Torchvision, which timm needs, too."""
+    from . import outside
 
     try:
-        return importlib.import_module("torchvision")
-    except ModuleNotFoundError as error:
-        raise Mistake(f"{error}: pip install torchvision") from error
-    except RuntimeError as error:
-        if "torchvision::nms" not in str(error):
-            raise
-        _OPERATORS.append(torch.library.Library("torchvision", "DEF"))
-        for name in ("nms", "qnms"):
-            _OPERATORS[-1].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        return importlib.import_module("torchvision")
-
-
-# Kept, or the names would go with it.
-_OPERATORS: list[Any] = []
+        return outside.torchvision()
+    except ImportError as error:
+        raise Mistake(str(error)) from error
 
 
 def load(name: str, weights: Path | None = None) -> Any:
@@ -128,7 +144,7 @@ def load(name: str, weights: Path | None = None) -> Any:
     if not rest:
         raise Mistake(f"model {name!r}: write torchvision:NAME, timm:NAME, or module:callable")
     if source == "torchvision":
-        torchvision = torchvision_package()
+        torchvision = _package()
         options: dict[str, Any] = {"weights": None}
         try:
             builder = torchvision.models.get_model_builder(rest)
@@ -140,7 +156,7 @@ def load(name: str, weights: Path | None = None) -> Any:
             options["init_weights"] = True
         model = builder(**options)
     elif source == "timm":
-        torchvision_package()
+        _package()
         try:
             timm: Any = importlib.import_module("timm")
         except ModuleNotFoundError as error:
@@ -315,6 +331,102 @@ def doctor(given: argparse.Namespace) -> None:
     model, report = conversion.convert(load(given.model, given.weights), relu=given.relu)
     print(examine(model, getattr(torch, given.dtype)))
     print(report.summary())
+
+
+def recipes(given: argparse.Namespace) -> None:
+    """The recipes, one per line, or what one of them is made of."""
+    from .recipes import named, names
+    from .recipes.config import settings
+
+    if given.recipe is None:
+        if not sys.stdout.isatty():
+            print("\n".join(names()))
+            return
+        every = [named(name) for name in names()]
+        rows = [
+            (c.recipe, c.network.name, c.network.norm, c.data.kind, f"{c.train.batch} × {c.data.crop}²") for c in every
+        ]
+        show(("recipe", "network", "norm", "data", "batch × crop"), rows)
+        return
+    try:
+        config = named(given.recipe)
+    except ValueError as error:
+        raise Mistake(str(error)) from error
+    show(
+        ("setting", "value", "meaning"), [(name, str(value), text) for name, (value, text) in settings(config).items()]
+    )
+
+
+def train(given: argparse.Namespace) -> None:
+    """A run from its beginning or its last checkpoint to its end."""
+    import torch
+
+    from .planning import size_in_bytes
+    from .recipes import loop, named, sizing, task_of
+    from .recipes.config import override
+
+    try:
+        changes = [f"data.path={given.data}"] if given.data else []
+        changes += [f"network.body={given.body}"] if given.body else []
+        config = override(named(given.recipe), [*changes, *given.set])
+        task = task_of(config)
+        device = torch.device(given.device) if given.device else None
+        if given.find_batch_size:
+            classes = len(task.samples(config, "val").classes)
+            print(
+                sizing.advice(
+                    config, task, classes, size_in_bytes(given.memory) if given.memory else _memory(device), 1
+                )
+            )
+            return
+        folder = given.out or Path("runs") / config.recipe
+        try:
+            scores = loop.train(config, task, folder, resume=given.resume, device=device)
+        except torch.OutOfMemoryError as error:
+            classes = len(task.samples(config, "val").classes)
+            table = sizing.advice(config, task, classes, _memory(device), loop.world_size())
+            raise Mistake(f"out of memory: {str(error).splitlines()[0]}\n\n{table}") from error
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        raise Mistake(str(error)) from error
+    if loop.rank() == 0:
+        _print_scores(scores)
+
+
+def _memory(device: Any) -> int:
+    """Of the device, in bytes."""
+    import torch
+
+    if (device is None or device.type == "cuda") and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(device or 0).total_memory)
+    raise Mistake("this device's memory is not known: give --memory, such as --memory 24GB")
+
+
+def _print_scores(scores: dict[str, float]) -> None:
+    show(("score", "value"), [(name, f"{value:.4f}") for name, value in scores.items()])
+
+
+def evaluate(given: argparse.Namespace) -> None:
+    """Scores of a run's last checkpoint."""
+    import torch
+
+    from .recipes import loop, task_of
+    from .recipes.config import Config, override
+
+    changes = [f"data.path={given.data}"] if given.data else []
+    changes += [f"network.activation={given.activation}"] if given.activation else []
+
+    def change(config: Config) -> Config:
+        return override(config, [*changes, *given.set])
+
+    try:
+        ranks = loop.Ranks(torch.device(given.device) if given.device else None)
+        config, model, task = loop.restored(given.run, lambda config: task_of(config, given.view), ranks.device, change)
+        scores = loop.evaluate(config, task, model, task.samples(config, "val"), ranks)
+    except (ValueError, OSError, ImportError) as error:
+        raise Mistake(str(error)) from error
+    _print_scores(scores)
+    if given.json is not None:
+        write(given.json, json.dumps(scores, indent=2))
 
 
 if __name__ == "__main__":

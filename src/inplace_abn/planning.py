@@ -112,33 +112,41 @@ def plan(
     total = None if memory is None else size_in_bytes(memory)
     limit = None if total is None else int(USABLE * total)
     tell = progress or (lambda text: None)
-    static, copies = _fixed_bytes(model, dtype, optimizer_states)
+    static, _ = _fixed_bytes(model, dtype, optimizer_states)
     rows = []
-    for way, net in _ways(on_meta(model).train().to(dtype)).items():
+    for way, net in _ways(on_meta(model).train()).items():
         tell(way)
 
         @functools.cache
         def bytes_of(shape: tuple[int, ...], net: nn.Module = net) -> tuple[int, int]:
-            kept, peak = step_bytes(net, torch.empty(shape, dtype=dtype, device="meta"))
-            return kept, peak + static + copies
+            return forecast(net, shape, dtype, optimizer_states)
 
         kept, peak = bytes_of(input_shape)
         batch = crop = None
         if limit is not None:
-            batch = _largest(lambda n: bytes_of((n, *input_shape[1:]))[1], input_shape[0], limit, 1)
+            batch = largest(lambda n: bytes_of((n, *input_shape[1:]))[1], input_shape[0], limit, 1)
             tell(f"{way}: {batch} images fit")
             if len(input_shape) > 2 and len(set(input_shape[2:])) == 1:
-                side = _largest(_by_side(bytes_of, input_shape), input_shape[2] // SIDE or 1, limit, 2)
+                side = largest(_by_side(bytes_of, input_shape), input_shape[2] // SIDE or 1, limit, 2)
                 crop = None if side is None else SIDE * side
         rows.append(Row(way, kept, peak, batch, crop))
     return Plan(tuple(input_shape), total, static, tuple(rows))
 
 
+def forecast(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, optimizer_states: int) -> tuple[int, int]:
+    """Bytes kept, and the peak of a step, of a model on the meta device; parameters in float32, maps in ``dtype``."""
+    static, copies = _fixed_bytes(model, dtype, optimizer_states)
+    kept, peak = step_bytes(model.train().to(dtype), torch.empty(shape, dtype=dtype, device="meta"))
+    return kept, peak + static + copies
+
+
 def _fixed_bytes(model: nn.Module, dtype: torch.dtype, optimizer_states: int) -> tuple[int, int]:
-    """Parameters, buffers and optimizer state; and the copies of weights that autocast keeps beside the maps."""
+    """Parameters and optimizer state, in float32, and buffers; and the copies of weights that autocast keeps beside the maps."""
     parameters = list(model.parameters())
-    learned = sum(p.nbytes for p in parameters if p.requires_grad)
-    static = sum(t.nbytes for t in (*parameters, *model.buffers())) + optimizer_states * learned
+    learned = sum(4 * p.numel() for p in parameters if p.requires_grad)
+    static = (
+        sum(4 * p.numel() for p in parameters) + sum(b.nbytes for b in model.buffers()) + optimizer_states * learned
+    )
     copies = 0 if dtype == torch.float32 else sum(p.numel() * dtype.itemsize for p in parameters if p.dim() > 1)
     return static, copies
 
@@ -158,7 +166,7 @@ def _by_side(bytes_of: Callable[[tuple[int, ...]], tuple[int, int]], shape: tupl
     return lambda side: bytes_of((*shape[:2], *[SIDE * side] * (len(shape) - 2)))[1]
 
 
-def _largest(bytes_of: Callable[[int], int], start: int, limit: int, power: int) -> int | None:
+def largest(bytes_of: Callable[[int], int], start: int, limit: int, power: int) -> int | None:
     """The largest n whose bytes, which grow about as a + b·nᵖ, are within the limit; None if not even 1 is."""
 
     def fits(n: int) -> bool:

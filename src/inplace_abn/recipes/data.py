@@ -1,193 +1,406 @@
-"""Embedded data: street scenes with pixel labels, drawn on the fly, the same on every machine.
+"""Samples in an order that depends on the seed and the epoch alone, whatever the ranks, workers and restarts.
 
-Sky, buildings with windows, a road in perspective with sidewalks and markings, trees, cars, people, poles, and now and then the
-bonnet of the car that carries the camera (void). Colours, light, haze, shadows, blur and noise vary from scene to scene so that
-no class is known by its colour: a small network does not get all pixels right.
+A sampler hands :class:`Draw` s to a data set: which sample, and the seed of its augmentation, a hash of the run's seed, the epoch
+and the sample. So no random state is stored, and a run that goes on in the middle of an epoch sees what an uninterrupted one
+would.
+
+Images travel as uint8; the loop makes floats of them on the device.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gzip
+import hashlib
+import struct
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Sampler
 
-__all__ = ["CLASSES", "COLOURS", "VOID", "StreetScenes", "scene"]
+from ..outside import torchvision
+from .config import Config
+from .scenes import KINDS, scene
 
-CLASSES = ("sky", "building", "road", "sidewalk", "vegetation", "car", "person", "pole")
-# One colour per class, to show labels with.
-COLOURS = (
-    (70, 130, 180),
-    (70, 70, 70),
-    (128, 64, 128),
-    (244, 35, 232),
-    (107, 142, 35),
-    (0, 0, 142),
-    (220, 20, 60),
-    (250, 170, 30),
-)
-VOID = 255
+__all__ = ["Batch", "Draw", "Order", "Samples", "classification", "loader", "read_image"]
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
+# Principal components of the colours of ImageNet (Krizhevsky et al.): standard deviations and directions, for RGB in [0, 1].
+LIGHT = torch.tensor([0.2175, 0.0188, 0.0045])
+DIRECTIONS = torch.tensor([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
 
 
-class StreetScenes(Dataset[tuple[Tensor, Tensor]]):
-    """``length`` scenes of ``size`` (H, W) pixels: images of shape (3, H, W) in [0, 1], labels of shape (H, W).
+class Draw(NamedTuple):
+    """Which sample, the seed of its augmentation, and the class it was drawn for (-1: none)."""
 
-    Scene i of a seed is always the same; disjoint seeds are disjoint sets.
+    sample: int
+    seed: int
+    wanted: int = -1
 
-    >>> image, label = StreetScenes(10)[3]
-    >>> image.shape, label.shape
-    (torch.Size([3, 64, 128]), torch.Size([64, 128]))
-    """
 
-    def __init__(self, length: int, size: tuple[int, int] = (64, 128), seed: int = 0) -> None:
-        self.length = length
-        self.size = size
-        self.seed = seed
+class Batch(NamedTuple):
+    """What a step takes: uint8 images (N, 3, H, W), targets, and what could not be read: (path, cause)."""
+
+    images: Tensor
+    targets: Tensor
+    problems: list[tuple[str, str]]
+
+
+class Samples(Protocol):
+    """A data set of a recipe."""
+
+    classes: Sequence[str]
 
     def __len__(self) -> int:
-        return self.length
+        """Samples of an epoch."""
+        ...
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < self.length:
-            raise IndexError(f"scene {index} of {self.length}")
-        return scene(index, self.size, self.seed)
+    def __getitem__(self, draw: Draw) -> Any:
+        """Image, target and problems; None in place of the image where there is none."""
+        ...
 
-
-def scene(index: int, size: tuple[int, int] = (64, 128), seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Draw one scene: things further away first, nearer ones over them."""
-    canvas = _Canvas(size, torch.Generator().manual_seed(seed * 1_000_003 + index))
-    horizon = canvas.number(0.35, 0.55)
-    canvas.sky(horizon)
-    canvas.buildings(horizon)
-    canvas.ground(horizon)
-    for depth in sorted(canvas.number(0.05, 1.0) for _ in range(canvas.count(5, 10))):
-        canvas.thing(horizon, depth)
-    if canvas.number(0, 1) < 0.3:
-        canvas.bonnet()
-    return canvas.photograph(), canvas.label
+    def order(self, seed: int, epoch: int) -> Sequence[Draw]:
+        """The draws of an epoch."""
+        ...
 
 
-class _Canvas:
-    """An image and its labels, with a random source of its own. Coordinates run from 0 to 1 downwards and rightwards."""
+def number(*parts: int | str) -> int:
+    """A seed out of anything: 63 bits of a hash."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
-    def __init__(self, size: tuple[int, int], source: torch.Generator) -> None:
-        self.source = source
-        height, width = size
-        self.v = ((torch.arange(height) + 0.5) / height).view(-1, 1).expand(size)
-        self.u = ((torch.arange(width) + 0.5) / width).view(1, -1).expand(size)
-        self.aspect = width / height
-        self.image = torch.zeros(3, *size)
-        self.label = torch.full(size, VOID, dtype=torch.long)
 
-    def number(self, low: float, high: float) -> float:
-        return low + (high - low) * float(torch.rand((), generator=self.source))
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Torch's random numbers on the CPU from this seed; afterwards they go on as if nothing had been."""
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
 
-    def count(self, low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (), generator=self.source))
 
-    def colour(self, red: float, green: float, blue: float, spread: float) -> Tensor:
-        base = torch.tensor([red, green, blue]) + spread * (torch.rand(3, generator=self.source) - 0.5)
-        return base.clamp(0.02, 0.98).view(3, 1, 1)
+def permuted(length: int, seed: int, epoch: int) -> list[Draw]:
+    """All samples once, shuffled."""
+    generator = torch.Generator().manual_seed(number(seed, "order", epoch))
+    indices: list[int] = torch.randperm(length, generator=generator).tolist()
+    return [Draw(index, number(seed, epoch, index)) for index in indices]
 
-    def paint(self, where: Tensor, name: str, colour: Tensor, grain: float) -> None:
-        """Set a class and a colour, with grain of the class's own roughness."""
-        noise = grain * (torch.rand(self.label.shape, generator=self.source) - 0.5)
-        self.image = torch.where(where, colour + noise, self.image)
-        self.label = torch.where(where, CLASSES.index(name), self.label)
 
-    def sky(self, horizon: float) -> None:
-        haze = (self.v / horizon).clamp(0, 1)
-        blue, pale = self.colour(0.45, 0.6, 0.85, 0.4), self.colour(0.75, 0.78, 0.8, 0.3)
-        self.paint(self.v < 2, "sky", blue * (1 - haze) + pale * haze, 0.03)
-        for _ in range(self.count(0, 3)):
-            u, v, r = self.number(0, 1), self.number(0, horizon), self.number(0.05, 0.2)
-            cloud = ((self.u - u) / r) ** 2 + ((self.v - v) / (0.4 * r)) ** 2 < 1
-            self.paint(cloud, "sky", self.colour(0.85, 0.85, 0.87, 0.2), 0.04)
+class Order(Sampler[list[Draw]]):
+    """Batches of this rank from a step on to the last, epoch after epoch; what is left over at an epoch's end is not used.
 
-    def buildings(self, horizon: float) -> None:
-        left = self.number(-0.1, 0.05)
-        while left < 1:
-            width = self.number(0.08, 0.3)
-            top = horizon * self.number(0.1, 0.95)
-            if self.number(0, 1) < 0.8:
-                inside = (self.u >= left) & (self.u < left + width) & (self.v >= top)
-                self.paint(inside, "building", self.colour(0.5, 0.45, 0.42, 0.6), 0.06)
-                across, down = self.number(20, 45), self.number(14, 30)
-                panes = ((self.u * across) % 1 < 0.5) & ((self.v * down) % 1 < 0.55)
-                self.paint(inside & panes, "building", self.colour(0.35, 0.4, 0.5, 0.6), 0.05)
-            left += width * self.number(0.9, 1.2)
+    A step's samples are those at its place in the epoch's order; its parts and the ranks take them one share after the other.
 
-    def ground(self, horizon: float) -> None:
-        depth = ((self.v - horizon) / (1 - horizon)).clamp(0, 1)
-        below = self.v >= horizon
-        self.paint(below, "sidewalk", self.colour(0.52, 0.5, 0.48, 0.25), 0.1)
-        if self.number(0, 1) < 0.5:
-            verge = below & (self.u > self.number(0.6, 0.9) + 0.2 * depth)
-            self.paint(verge, "vegetation", self.colour(0.35, 0.45, 0.25, 0.25), 0.2)
-        centre, narrow, wide = self.number(0.35, 0.65), self.number(0.02, 0.1), self.number(0.35, 0.7)
-        off = (self.u - centre) / (narrow + wide * depth)
-        self.paint(below & (off.abs() < 1), "road", self.colour(0.42, 0.42, 0.44, 0.25), 0.08)
-        dashes = (off.abs() < 0.04) & ((3 / (depth + 0.08)) % 1 < 0.5)
-        self.paint(below & dashes, "road", self.colour(0.8, 0.8, 0.75, 0.2), 0.05)
+    Args:
+        samples: the data set.
+        batch: samples of a step, over all ranks and parts.
+        steps: where to end.
+        start: the first step.
+        rank, ranks, parts: how a step is shared; parts are computed one after another by each rank.
+        seed: of the order.
+    """
 
-    def thing(self, horizon: float, depth: float) -> None:
-        """A tree, pole, person or car whose foot stands on the ground at this depth (0 far, 1 near)."""
-        foot = horizon + (1 - horizon) * (0.08 + 0.8 * depth)
-        size = 0.06 + 0.5 * depth
-        u = self.number(0, 1)
-        kind = self.count(0, 3)
-        if kind == 0:
-            height, crown = size * self.number(0.9, 1.6), size * self.number(0.25, 0.5)
-            trunk = (
-                ((self.u - u).abs() < 0.012 + 0.03 * depth / self.aspect) & (self.v < foot) & (self.v > foot - height)
+    def __init__(
+        self,
+        samples: Samples,
+        batch: int,
+        steps: int,
+        start: int = 0,
+        rank: int = 0,
+        ranks: int = 1,
+        parts: int = 1,
+        seed: int = 0,
+    ) -> None:
+        if batch % (ranks * parts):
+            raise ValueError(
+                f"train.batch is {batch}, which {ranks} ranks and {parts} parts cannot share equally; take a multiple of "
+                f"{ranks * parts}"
             )
-            self.paint(trunk, "vegetation", self.colour(0.35, 0.28, 0.2, 0.2), 0.1)
-            ragged = 1 + 0.5 * (torch.rand(self.label.shape, generator=self.source) - 0.5)
-            round_ = ((self.u - u) * self.aspect / crown) ** 2 + ((self.v - foot + height) / crown) ** 2
-            self.paint(round_ < ragged, "vegetation", self.colour(0.3, 0.42, 0.22, 0.3), 0.25)
-        elif kind == 1:
-            half = (0.01 + 0.02 * depth) / self.aspect + 0.003
-            height = size * self.number(1.2, 2.2)
-            rod = ((self.u - u).abs() < half) & (self.v < foot) & (self.v > foot - height)
-            sign = ((self.u - u).abs() < 3 * half) & ((self.v - foot + height).abs() < 3 * half * self.aspect)
-            self.paint(rod, "pole", self.colour(0.45, 0.45, 0.45, 0.4), 0.04)
-            self.paint(sign, "pole", self.colour(0.6, 0.5, 0.4, 0.8), 0.04)
-        elif kind == 2:
-            height, half = 0.55 * size, 0.11 * size / self.aspect
-            body = ((self.u - u) / half) ** 2 + ((self.v - foot + 0.4 * height) / (0.42 * height)) ** 2 < 1
-            head = ((self.u - u) / (0.6 * half)) ** 2 + ((self.v - foot + 0.9 * height) / (0.12 * height)) ** 2 < 1
-            self.paint(body, "person", self.colour(0.45, 0.4, 0.4, 0.9), 0.06)
-            self.paint(head, "person", self.colour(0.6, 0.5, 0.42, 0.5), 0.04)
-        else:
-            height, half = 0.4 * size, 0.42 * size / self.aspect
-            colour = self.colour(0.45, 0.45, 0.47, 0.9)
-            low = ((self.u - u).abs() < half) & (self.v < foot) & (self.v > foot - 0.6 * height)
-            high = ((self.u - u).abs() < 0.65 * half) & (self.v < foot - 0.5 * height) & (self.v > foot - height)
-            self.paint(low | high, "car", colour, 0.04)
-            glass = (
-                ((self.u - u).abs() < 0.55 * half) & (self.v < foot - 0.55 * height) & (self.v > foot - 0.92 * height)
+        if len(samples) < batch:
+            raise ValueError(
+                f"train.batch is {batch}, but there are {len(samples)} samples to train on; take fewer at a time"
             )
-            self.paint(glass, "car", self.colour(0.3, 0.35, 0.4, 0.3), 0.04)
-            wheels = (
-                (((self.u - u).abs() - 0.65 * half).abs() < 0.18 * half)
-                & (self.v < foot + 0.02)
-                & (self.v > foot - 0.2 * height)
-            )
-            self.paint(wheels, "car", self.colour(0.12, 0.12, 0.12, 0.1), 0.05)
+        self.samples, self.batch, self.steps, self.start = samples, batch, steps, start
+        self.rank, self.ranks, self.parts, self.seed = rank, ranks, parts, seed
 
-    def bonnet(self) -> None:
-        where = self.v > 1 - self.number(0.03, 0.1) + 0.25 * (self.u - 0.5) ** 2
-        self.image = torch.where(where, self.colour(0.3, 0.3, 0.32, 0.5), self.image)
-        self.label = torch.where(where, VOID, self.label)
+    @property
+    def per_epoch(self) -> int:
+        """Steps of an epoch."""
+        return len(self.samples) // self.batch
 
-    def photograph(self) -> Tensor:
-        """Light, a shadow, haze, blur and noise."""
-        image = self.image
-        slope, at = self.number(-1.5, 1.5), self.number(0, 1)
-        image = torch.where(self.u + slope * (self.v - 0.7) < at, image * self.number(0.6, 1.0), image)
-        haze = self.number(0, 0.3)
-        image = image * (1 - haze) + haze * self.colour(0.6, 0.62, 0.65, 0.2)
-        image = image * self.number(0.5, 1.2) * self.colour(1, 1, 1, 0.15)
-        blurred = torch.nn.functional.avg_pool2d(image[None], 3, 1, 1, count_include_pad=False)[0]
-        image = torch.lerp(image, blurred, self.number(0, 1))
-        image = image + self.number(0.01, 0.07) * torch.randn(image.shape, generator=self.source)
-        return image.clamp(0, 1)
+    def __len__(self) -> int:
+        return (self.steps - self.start) * self.parts
+
+    def __iter__(self) -> Iterator[list[Draw]]:
+        share = self.batch // (self.ranks * self.parts)
+        known, order = -1, list[Draw]()
+        for step in range(self.start, self.steps):
+            epoch, offset = divmod(step, self.per_epoch)
+            if epoch != known:
+                known, order = epoch, list(self.samples.order(self.seed, epoch))
+            for part in range(self.parts):
+                first = offset * self.batch + (part * self.ranks + self.rank) * share
+                yield order[first : first + share]
+
+
+def loader(samples: Samples, batches: Sampler[list[Draw]], workers: int, pin: bool) -> DataLoader[Any]:
+    """Batches read by so many processes. The order and the samples do not depend on how many."""
+    dataset: Any = samples
+    return DataLoader(
+        dataset,
+        batch_sampler=batches,
+        num_workers=workers,
+        collate_fn=collate,
+        pin_memory=pin,
+        persistent_workers=workers > 0,
+        # A worker that died is noticed; one that reads a slow disk is given time.
+        timeout=300 if workers else 0,
+    )
+
+
+def collate(samples: list[Any]) -> Batch:
+    """One batch of samples, without those that have no image."""
+    problems = [problem for *_, found in samples for problem in found]
+    there = [(image, target) for image, target, _ in samples if image is not None]
+    if not there:
+        raise RuntimeError(f"a batch without a readable image; the first of {len(problems)} problems: {problems[:1]}")
+    images, targets = zip(*there, strict=True)
+    return Batch(torch.stack(images), torch.stack([torch.as_tensor(target) for target in targets]), problems)
+
+
+def read_image(path: Path) -> Tensor:
+    """An image file as uint8 of shape (3, H, W): upright, its first frame, colours and 16 bits as RGB of 8.
+
+    Raises OSError or ValueError if any of it cannot be decoded.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            # Large, or with odd metadata; what cannot be decoded is an error in any case.
+            warnings.simplefilter("ignore")
+            with Image.open(path) as file:
+                # Decodes all of it now; opening reads only the head.
+                file.load()
+                picture = ImageOps.exif_transpose(file)
+                if picture.mode.startswith("I") or picture.mode == "F":
+                    wide = torch.frombuffer(bytearray(picture.convert("I").tobytes()), dtype=torch.int32)
+                    gray = (wide.clamp(0, 65535) // 257).to(torch.uint8).view(1, picture.height, picture.width)
+                    return gray.expand(3, -1, -1).contiguous()
+                picture = picture.convert("RGB")
+                pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+                return pixels.view(picture.height, picture.width, 3).permute(2, 0, 1).contiguous()
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        # Decoders raise what they like on a damaged file: SyntaxError, struct.error, DecompressionBombError, …
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+# A way to get an image, and its class.
+Item = tuple[Callable[[], Tensor], int]
+
+
+class Images:
+    """Labelled images, varied for training or cut for evaluation; what cannot be read is treated as the config says.
+
+    Args:
+        items: a way to get each image, and its class.
+        names: what to call an item in messages.
+        classes: names of the classes.
+        config: of the run.
+        view: None for training; else what makes of an image the one that is evaluated, or several stacked.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        names: Callable[[int], str],
+        classes: Sequence[str],
+        config: Config,
+        view: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        self.items, self.name_of, self.classes, self.config = items, names, classes, config
+        self.view = view if view is not None else augmentation(config)
+        self.training = view is None
+        self.cache: list[Tensor | tuple[str, str]] | None = None
+        if config.data.cache and self.training:
+            with ThreadPoolExecutor() as pool:
+                self.cache = list(pool.map(self._read, range(len(items))))
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def order(self, seed: int, epoch: int) -> Sequence[Draw]:
+        """All once, shuffled in training."""
+        return permuted(len(self), seed, epoch) if self.training else [Draw(i, 0) for i in range(len(self))]
+
+    def _read(self, index: int) -> Tensor | tuple[str, str]:
+        if self.cache is not None:
+            return self.cache[index]
+        try:
+            return self.items[index][0]()
+        except (OSError, ValueError) as error:
+            return self.name_of(index), str(error) or type(error).__name__
+
+    def __getitem__(self, draw: Draw) -> tuple[Tensor | None, int, list[tuple[str, str]]]:
+        index, problems = draw.sample, list[tuple[str, str]]()
+        image = self._read(index)
+        attempt = 0
+        while isinstance(image, tuple):
+            if self.config.data.corrupt == "raise":
+                raise OSError(f"{image[0]} cannot be read: {image[1]}; data.corrupt=replace or skip goes on without it")
+            problems.append(image)
+            # An evaluation without the image, rather than with another one twice.
+            if self.config.data.corrupt == "skip" or not self.training:
+                return None, -1, problems
+            attempt += 1
+            if attempt > 100:
+                raise OSError(f"100 files in a row cannot be read, last {image[0]}: {image[1]}")
+            # Image and label of another sample, the same one whenever this draw is made.
+            index = number(draw.seed, "instead", attempt) % len(self)
+            image = self._read(index)
+        with seeded(draw.seed):
+            return self.view(image), self.items[index][1], problems
+
+
+def augmentation(config: Config) -> Callable[[Tensor], Tensor]:
+    """How a training image is made of a decoded one."""
+    v2 = torchvision("transforms.v2")
+    data, augment = config.data, config.augment
+    steps: list[Any] = []
+    if augment.crop == "resized":
+        steps.append(v2.RandomResizedCrop(data.crop, antialias=True))
+    else:
+        if data.resize:
+            steps.append(v2.Resize(data.resize, antialias=True))
+        steps.append(v2.RandomCrop(data.crop, padding=augment.pad or None, pad_if_needed=True))
+    if augment.flip:
+        steps.append(v2.RandomHorizontalFlip())
+    if augment.colour:
+        steps.append(v2.ColorJitter(augment.colour, augment.colour, augment.colour))
+    if augment.lighting:
+        steps.append(lambda image: lit(image, augment.lighting))
+    composed: Callable[[Tensor], Tensor] = v2.Compose(steps)
+    return composed
+
+
+def lit(image: Tensor, spread: float) -> Tensor:
+    """A uint8 image under another light: moved along the principal colours of ImageNet."""
+    shift = DIRECTIONS @ (spread * torch.randn(3) * LIGHT)
+    return (image + (255 * shift).view(3, 1, 1)).round_().clamp_(0, 255).to(torch.uint8)
+
+
+def centre(config: Config, resize: int | None = None, crop: int | None = None) -> Callable[[Tensor], Tensor]:
+    """The view of an evaluation: smallest side to ``resize``, then the centre, both as the config says unless given."""
+    v2 = torchvision("transforms.v2")
+    resize = config.data.evaluate_resize if resize is None else resize
+    crop = config.data.evaluate_crop if crop is None else crop
+    steps = [v2.Resize(resize, antialias=True)] if resize else []
+    composed: Callable[[Tensor], Tensor] = v2.Compose(
+        [*steps, *([v2.CenterCrop(crop)] if crop else [])] or [v2.Identity()]
+    )
+    return composed
+
+
+def ten(config: Config) -> Callable[[Tensor], Tensor]:
+    """Four corners and the centre, and their mirror images, stacked."""
+    v2 = torchvision("transforms.v2")
+    cut = v2.Compose([v2.Resize(config.data.evaluate_resize, antialias=True), v2.TenCrop(config.data.evaluate_crop)])
+    return lambda image: torch.stack(list(cut(image)))
+
+
+# Ways to look at an image in an evaluation: the config's own; the paper's ten crops; its larger centre, smallest side 320.
+VIEWS: dict[str, Callable[[Config], Callable[[Tensor], Tensor]]] = {
+    "centre": centre,
+    "ten": ten,
+    "320": lambda config: centre(config, 320, 320),
+}
+
+
+def classification(config: Config, split: str, view: str = "centre") -> Images:
+    """The data set of a classification recipe: split "train" or "val"."""
+    look = None if split == "train" else VIEWS[view](config)
+    if config.data.kind == "scenes":
+        return _scene_kinds(config, split, look)
+    if not config.data.path:
+        raise ValueError(f"{config.recipe} needs data: --data FOLDER")
+    root = Path(config.data.path)
+    if not root.is_dir():
+        raise ValueError(f"there is no folder {root}")
+    return _idx(root, config, split, look) if config.data.kind == "idx" else _folder(root, config, split, look)
+
+
+def _folder(root: Path, config: Config, split: str, look: Any) -> Images:
+    """The ImageNet layout: split/class/image."""
+    classes = _classes(root / "train")
+    items, paths = list[Item](), list[Path]()
+    if split != "train" and _classes(root / split) != classes:
+        odd = sorted(set(_classes(root / split)) ^ set(classes))
+        raise ValueError(f"{root / 'train'} and {root / split} differ in classes: {', '.join(odd[:5])}")
+    for label, name in enumerate(classes):
+        found = sorted(p for p in (root / split / name).rglob("*") if p.suffix.lower() in SUFFIXES)
+        if not found and split == "train":
+            raise ValueError(f"no images in {root / split / name}; known are {' '.join(SUFFIXES)}")
+        for path in found:
+            paths.append(path)
+            items.append((functools.partial(read_image, path), label))
+    return Images(items, lambda i: str(paths[i]), classes, config, look)
+
+
+def _classes(folder: Path) -> list[str]:
+    found = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+    if not found:
+        raise ValueError(f"no folders of classes in {folder}; the layout is {folder.name}/CLASS/image.jpg")
+    return found
+
+
+def _idx(root: Path, config: Config, split: str, look: Any) -> Images:
+    """MNIST's layout: one file of images, one of labels, as idx, compressed or not."""
+    stem = "train" if split == "train" else "t10k"
+    images, labels = (_read_idx(root, f"{stem}-{kind}") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte"))
+    if len(images) != len(labels):
+        raise ValueError(f"{len(images)} images but {len(labels)} labels in {root}")
+    items: list[Item] = [(functools.partial(_gray, images, i), int(label)) for i, label in enumerate(labels)]
+    return Images(items, lambda i: f"{stem} image {i}", [str(i) for i in range(int(labels.max()) + 1)], config, look)
+
+
+def _gray(images: Tensor, index: int) -> Tensor:
+    return images[index].expand(3, -1, -1)
+
+
+def _read_idx(root: Path, name: str) -> Tensor:
+    for path in (root / name, root / f"{name}.gz"):
+        if path.exists():
+            raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            break
+    else:
+        raise ValueError(f"neither {name} nor {name}.gz is in {root}")
+    if len(raw) < 4 or raw[:3] != b"\0\0\x08":
+        raise ValueError(f"{path} is not an idx file of bytes")
+    sizes = struct.unpack(f">{raw[3]}I", raw[4 : 4 + 4 * raw[3]])
+    data = torch.frombuffer(bytearray(raw[4 + 4 * raw[3] :]), dtype=torch.uint8)
+    if data.numel() != torch.Size(sizes).numel():
+        raise ValueError(f"{path} says {sizes} but holds {data.numel()} bytes")
+    return data.view(sizes)
+
+
+def _scene_kinds(config: Config, split: str, look: Any) -> Images:
+    """Embedded scenes, by what there is most of in them."""
+    length = config.data.length if split == "train" else config.data.length // 4
+    size = (config.data.resize, config.data.resize)
+    seed = 1 if split == "train" else 2
+    items: list[Item] = [(functools.partial(_drawn, i, size, seed), i % len(KINDS)) for i in range(length)]
+    return Images(items, lambda i: f"scene {i}", KINDS, config, look)
+
+
+def _drawn(index: int, size: tuple[int, int], seed: int) -> Tensor:
+    image, _ = scene(index, size, seed, KINDS[index % len(KINDS)])
+    return (255 * image).round_().to(torch.uint8)

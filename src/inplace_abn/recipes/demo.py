@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ..memory import peak_bytes, saved_bytes
 from ..modules import InPlaceABN
-from .data import CLASSES, COLOURS, VOID, StreetScenes
 from .metrics import confusion, mean_iou, pixel_accuracy
+from .scenes import CLASSES, COLOURS, VOID, StreetScenes
 
 __all__ = ["main"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .data import VOID
+from .scenes import VOID
 
 __all__ = ["confusion", "mean_iou", "pixel_accuracy"]
 

@@ -598,6 +598,7 @@ def test_networks(name):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", [name for name in zoo.NAMES if name not in DEFAULT])
 def test_every_network(name):
     check_network(name)

@@ -122,7 +122,8 @@ def create(
 def deeplabv3(
     name: str, classes: int, norm_act: NormAct = InPlaceABN, output_stride: int = 8, **options: Any
 ) -> DeepLabV3:
-    """DeepLabV3 on a network by name, dilated to the output stride 8 or 16; options are those of :class:`Head`."""
+    """DeepLabV3 on a network by name, dilated to the output stride 8 or 16; options are those of
+    :class:`DeepLabV3` and :class:`Head`."""
     if output_stride not in (8, 16):
         raise ValueError(f"output_stride is {output_stride}; it is 8 or 16")
     if name.startswith("wide_resnet"):

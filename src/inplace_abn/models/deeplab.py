@@ -74,11 +74,15 @@ class DeepLabV3(nn.Module):
         body: a network without classes.
         classes: of pixels.
         norm_act: makes the head's norms.
+        upsample: to the image's size; without, logits are left at the body's stride, for a loss that does it itself.
         options: of the :class:`Head`.
     """
 
-    def __init__(self, body: Any, classes: int, norm_act: NormAct = InPlaceABN, **options: Any) -> None:
+    def __init__(
+        self, body: Any, classes: int, norm_act: NormAct = InPlaceABN, upsample: bool = True, **options: Any
+    ) -> None:
         super().__init__()
+        self.upsample = upsample
         self.body = body
         self.head = Head(body.out_channels, norm_act=norm_act, **options)
         self.cls = nn.Conv2d(self.head.out_channels, classes, 1)
@@ -86,5 +90,7 @@ class DeepLabV3(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of shape (N, classes, H, W)."""
-        logits = self.cls(self.head(self.body(x)))
+        logits: Tensor = self.cls(self.head(self.body(x)))
+        if not self.upsample:
+            return logits
         return F.interpolate(logits, size=x.shape[2:], mode="bilinear", align_corners=False)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from . import classification
+from . import classification, segmentation
 from .classification import Classification
 from .config import Config
 from .loop import Task
+from .segmentation import Segmentation
 
 __all__ = ["named", "names", "task_of"]
 
-_RECIPES = {config.recipe: config for config in classification.RECIPES}
+_RECIPES = {config.recipe: config for config in (*classification.RECIPES, *segmentation.RECIPES)}
 
 
 def names() -> list[str]:
@@ -30,4 +31,4 @@ def named(name: str) -> Config:
 
 def task_of(config: Config, view: str = "centre") -> Task:
     """What the config trains for; ``view`` is how images are looked at in an evaluation of classification."""
-    return Classification(view)
+    return Classification(view) if config.task == "classification" else Segmentation()

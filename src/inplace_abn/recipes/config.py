@@ -16,6 +16,7 @@ from ..models import names
 
 __all__ = ["Augment", "Config", "Data", "Loss", "Network", "Optim", "Train", "from_dict", "override", "settings"]
 
+KINDS = ("folder", "idx", "scenes", "pairs", "camvid", "cityscapes", "coco-stuff", "vistas")
 NORMS = ("standard", "inplace", "inplace-1", "sync")
 
 
@@ -41,10 +42,9 @@ class Network:
 class Data:
     """What it is trained on."""
 
-    kind: str = setting(
-        "folder", "how the data lie", ("folder", "idx", "scenes", "pairs", "cityscapes", "coco-stuff", "vistas")
-    )
+    kind: str = setting("folder", "how the data lie", KINDS)
     path: str = setting("", "folder of the data; embedded scenes need none")
+    validation: str = setting("val", "the part that is evaluated")
     resize: int = setting(256, "smallest side of an image before it is cropped, in pixels; 0 leaves it")
     crop: int = setting(224, "side of the crop that is trained on")
     evaluate_resize: int = setting(256, "smallest side before the crop of an evaluation; 0 leaves it")

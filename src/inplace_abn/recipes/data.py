@@ -13,6 +13,7 @@ import contextlib
 import functools
 import gzip
 import hashlib
+import signal
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from ..outside import torchvision
 from .config import Config
 from .scenes import KINDS, scene
 
-__all__ = ["Batch", "Draw", "Order", "Samples", "classification", "loader", "read_image"]
+__all__ = ["Batch", "Draw", "Order", "Problem", "Samples", "classification", "loader", "read_image"]
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 # Principal components of the colours of ImageNet (Krizhevsky et al.): standard deviations and directions, for RGB in [0, 1].
@@ -49,7 +50,14 @@ class Batch(NamedTuple):
 
     images: Tensor
     targets: Tensor
-    problems: list[tuple[str, str]]
+    problems: list[Problem]
+
+
+class Problem(NamedTuple):
+    """What could not be read, and why."""
+
+    name: str
+    cause: str
 
 
 class Samples(Protocol):
@@ -160,9 +168,16 @@ def loader(samples: Samples, batches: Sampler[list[Draw]], workers: int, pin: bo
         collate_fn=collate,
         pin_memory=pin,
         persistent_workers=workers > 0,
-        # A worker that died is noticed; one that reads a slow disk is given time.
+        worker_init_fn=_deaf,
+        # One that reads a slow disk is given time.
         timeout=300 if workers else 0,
     )
+
+
+def _deaf(worker: int) -> None:
+    """Workers leave it to the process that started them what a signal means."""
+    for number_ in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number_, signal.SIG_IGN)
 
 
 def collate(samples: list[Any]) -> Batch:
@@ -230,7 +245,7 @@ class Images:
         self.items, self.name_of, self.classes, self.config = items, names, classes, config
         self.view = view if view is not None else augmentation(config)
         self.training = view is None
-        self.cache: list[Tensor | tuple[str, str]] | None = None
+        self.cache: list[Tensor | Problem] | None = None
         if config.data.cache and self.training:
             with ThreadPoolExecutor() as pool:
                 self.cache = list(pool.map(self._read, range(len(items))))
@@ -242,33 +257,41 @@ class Images:
         """All once, shuffled in training."""
         return permuted(len(self), seed, epoch) if self.training else [Draw(i, 0) for i in range(len(self))]
 
-    def _read(self, index: int) -> Tensor | tuple[str, str]:
+    def _read(self, index: int) -> Tensor | Problem:
         if self.cache is not None:
             return self.cache[index]
         try:
             return self.items[index][0]()
         except (OSError, ValueError) as error:
-            return self.name_of(index), str(error) or type(error).__name__
+            return Problem(self.name_of(index), str(error) or type(error).__name__)
 
-    def __getitem__(self, draw: Draw) -> tuple[Tensor | None, int, list[tuple[str, str]]]:
-        index, problems = draw.sample, list[tuple[str, str]]()
-        image = self._read(index)
-        attempt = 0
-        while isinstance(image, tuple):
-            if self.config.data.corrupt == "raise":
-                raise OSError(f"{image[0]} cannot be read: {image[1]}; data.corrupt=replace or skip goes on without it")
-            problems.append(image)
-            # An evaluation without the image, rather than with another one twice.
-            if self.config.data.corrupt == "skip" or not self.training:
-                return None, -1, problems
-            attempt += 1
-            if attempt > 100:
-                raise OSError(f"100 files in a row cannot be read, last {image[0]}: {image[1]}")
-            # Image and label of another sample, the same one whenever this draw is made.
-            index = number(draw.seed, "instead", attempt) % len(self)
-            image = self._read(index)
+    def __getitem__(self, draw: Draw) -> tuple[Tensor | None, int, list[Problem]]:
+        index, image, problems = found(draw, self._read, len(self), self.config, self.training)
+        if image is None:
+            return None, -1, problems
         with seeded(draw.seed):
             return self.view(image), self.items[index][1], problems
+
+
+def found(
+    draw: Draw, read: Callable[[int], Any], length: int, config: Config, training: bool
+) -> tuple[int, Any, list[Problem]]:
+    """A sample, its index, and what could not be read before it was found; None for the sample where it is to be left out."""
+    index, problems = draw.sample, list[Problem]()
+    while isinstance(sample := read(index), Problem):
+        if config.data.corrupt == "raise":
+            raise OSError(
+                f"{sample.name} cannot be read: {sample.cause}; data.corrupt=replace or skip goes on without it"
+            )
+        problems.append(sample)
+        # An evaluation without it, rather than with another one twice.
+        if config.data.corrupt == "skip" or not training:
+            return index, None, problems
+        if len(problems) > 100:
+            raise OSError(f"100 files in a row cannot be read, last {sample.name}: {sample.cause}")
+        # Another sample with its own label, the same one whenever this draw is made.
+        index = number(draw.seed, "instead", len(problems)) % length
+    return index, sample, problems
 
 
 def augmentation(config: Config) -> Callable[[Tensor], Tensor]:

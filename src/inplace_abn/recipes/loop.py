@@ -38,7 +38,7 @@ from ..recompute import recompute
 from ..training import param_groups
 from . import storage
 from .config import FREE, Config, Network, Optim, from_dict, settings, to_json
-from .data import Batch, Draw, Order, Samples, loader, number
+from .data import Batch, Draw, Order, Problem, Samples, loader, number
 
 __all__ = ["Stopped", "Task", "evaluate", "norm_act", "rate", "restored", "train"]
 
@@ -157,7 +157,13 @@ class Ranks:
             here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             nccl = device.type == "cuda" and here <= torch.cuda.device_count()
             if not dist.is_initialized():
-                dist.init_process_group("nccl" if nccl else "gloo", timeout=timedelta(minutes=10))
+                # Torchrun's store outlives a restart, and with it the addresses of processes that are gone.
+                store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=10)))
+                store = torch.distributed.distributed_c10d.PrefixStore(
+                    os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store
+                )
+                backend = "nccl" if nccl else "gloo"
+                dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.count)
                 self.own = True
             # What ranks agree on must not wait for a GPU.
             self.control = dist.new_group(backend="gloo") if nccl else dist.group.WORLD
@@ -256,27 +262,38 @@ def train(
         ranks.leave()
 
 
-def open_folder(config: Config, folder: Path, resume: bool, first: bool) -> tuple[Config, dict[str, Any] | None]:
-    """Make a run's folder, or find in it the config and the state to go on from."""
-    if not resume or not (folder / "config.json").exists():
-        if not resume and (storage.checkpoints(folder) or (folder / "config.json").exists()):
+def opened(config: Config, folder: Path, resume: bool, ranks: Ranks) -> dict[str, Any] | None:
+    """Make a run's folder, or find in it the state to go on from; the first rank looks, and its complaint is everyone's."""
+    complaints = list[str]()
+    if ranks.rank == 0:
+        try:
+            _make_or_check(config, folder, resume)
+        except (ValueError, OSError) as error:
+            complaints.append(str(error))
+    for complaint in ranks.gathered(complaints):
+        raise ValueError(complaint)
+    found = storage.latest(folder) if resume else None
+    return found[1] if found else None
+
+
+def _make_or_check(config: Config, folder: Path, resume: bool) -> None:
+    known = folder / "config.json"
+    if not known.exists() or not resume:
+        if known.exists() or storage.checkpoints(folder):
             raise ValueError(f"{folder} holds a run; continue it with --resume, or choose another folder with --out")
-        if first:
-            folder.mkdir(parents=True, exist_ok=True)
-            storage.write(folder / "config.json", to_json(config).encode())
-        return config, None
-    was = from_dict(json.loads((folder / "config.json").read_text()))
+        folder.mkdir(parents=True, exist_ok=True)
+        storage.write(known, to_json(config).encode())
+        return
+    was = from_dict(json.loads(known.read_text()))
     old, new = settings(was), settings(config)
     changed = [name for name in old if old[name][0] != new[name][0] and name not in FREE]
-    if was.recipe != config.recipe or was.task != config.task:
+    if was.recipe != config.recipe:
         changed.insert(0, f"recipe ({was.recipe}, not {config.recipe})")
     if changed:
         raise ValueError(
             f"the run in {folder} was begun with other settings: {', '.join(changed)}; leave them as they were, or choose "
             "another folder with --out"
         )
-    found = storage.latest(folder)
-    return config, found[1] if found else None
 
 
 class Run:
@@ -285,7 +302,8 @@ class Run:
     def __init__(
         self, config: Config, task: Task, folder: Path, resume: bool, ranks: Ranks, tell: Callable[[str], None] | None
     ) -> None:
-        self.config, state = open_folder(config, folder, resume, ranks.rank == 0)
+        self.config = config
+        state = opened(config, folder, resume, ranks)
         self.task, self.folder, self.ranks, self.device = task, folder, ranks, ranks.device
         settle(config, self.device)
         self.samples, self.val = task.samples(config, "train"), task.samples(config, "val")
@@ -385,9 +403,7 @@ class Run:
 
     def batches(self) -> DataLoader[Any]:
         """This rank's shares of all steps that are left."""
-        reader = loader(self.samples, self.order, self.config.data.workers, self.device.type == "cuda")
-        reader.worker_init_fn = deaf
-        return reader
+        return loader(self.samples, self.order, self.config.data.workers, self.device.type == "cuda")
 
     def one_step(self, batches: Iterator[Batch]) -> None:
         """Forward, backward, and the optimizer's step."""
@@ -480,12 +496,6 @@ def preparation(config: Config, device: torch.device) -> Callable[[Tensor], Tens
     return prepare
 
 
-def deaf(worker: int) -> None:
-    """Workers leave it to the process that started them what a signal means."""
-    for number_ in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number_, signal.SIG_IGN)
-
-
 @torch.no_grad()
 def evaluate(config: Config, task: Task, model: nn.Module, samples: Samples, ranks: Ranks) -> dict[str, float]:
     """Scores of a model; every sample is looked at once, by one of the ranks. Of stacked views, the outputs' mean counts."""
@@ -550,7 +560,7 @@ class Log:
     def __init__(self, run: Run, resumed: bool, tell: Callable[[str], None] | None) -> None:
         self.run, self.first = run, run.ranks.rank == 0
         self.loss = torch.zeros((), device=run.device)
-        self.waited, self.problems = 0.0, list[tuple[str, str]]()
+        self.waited, self.problems = 0.0, list[Problem]()
         self.bad: set[str] = set()
         self.since, self.at = run.step, time.perf_counter()
         self.bar: Any = None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .scenes import VOID
 
-__all__ = ["confusion", "mean_iou", "pixel_accuracy"]
+__all__ = ["confusion", "ious", "mean_iou", "pixel_accuracy"]
 
 
 def confusion(prediction: Tensor, label: Tensor, classes: int) -> Tensor:
@@ -27,11 +27,16 @@ def pixel_accuracy(counts: Tensor) -> float:
     return float(counts.diagonal().sum() / counts.sum())
 
 
+def ious(counts: Tensor) -> Tensor:
+    """Intersection over union of every class; NaN for one that occurs neither in labels nor in predictions."""
+    union = counts.sum(0) + counts.sum(1) - counts.diagonal()
+    return counts.diagonal() / torch.where(union > 0, union, torch.nan)
+
+
 def mean_iou(counts: Tensor) -> float:
-    """Mean over the classes that occur of intersection over union; 1 where prediction and label agree everywhere.
+    """Mean over the classes that occur, in labels or predictions, of intersection over union.
 
     >>> mean_iou(torch.tensor([[1, 1], [0, 1]]))
     0.5
     """
-    union = counts.sum(0) + counts.sum(1) - counts.diagonal()
-    return float((counts.diagonal()[union > 0] / union[union > 0]).mean())
+    return float(ious(counts).nanmean())

@@ -1,0 +1,519 @@
+"""Images with a class for every pixel: Cityscapes, COCO-Stuff, Mapillary Vistas, folders of one's own, and embedded scenes.
+
+Every set checks itself: pairs when it is listed, sizes and values when a file is read, before any kernel sees them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import storage
+from .config import Config
+from .data import SUFFIXES, Draw, Problem, found, number, permuted, read_image, seeded
+from .scenes import CLASSES, COLOURS, VOID, scene
+
+__all__ = ["Classes", "Pixels", "segmentation"]
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Names and colours of a data set's classes, and what the values in its label files mean."""
+
+    names: Sequence[str]
+    colours: Sequence[tuple[int, int, int]]
+    # Value in a file → class, or VOID. Other values are an error.
+    meaning: dict[int, int]
+
+    def table(self) -> Tensor:
+        """The class of each of 256 values; −1 where a value has no meaning."""
+        table = torch.full((256,), -1, dtype=torch.int16)
+        for value, label in self.meaning.items():
+            table[value] = label
+        return table
+
+
+def plain(names: Sequence[str], colours: Sequence[tuple[int, int, int]], void: Sequence[int] = (VOID,)) -> Classes:
+    """Classes whose values are their numbers."""
+    return Classes(names, colours, {**{i: i for i in range(len(names))}, **dict.fromkeys(void, VOID)})
+
+
+CAMVID = plain(
+    ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist"),
+    (
+        (128, 128, 128),
+        (128, 0, 0),
+        (192, 192, 128),
+        (128, 64, 128),
+        (60, 40, 222),
+        (128, 128, 0),
+        (192, 128, 128),
+        (64, 64, 128),
+        (64, 0, 128),
+        (64, 64, 0),
+        (0, 128, 192),
+    ),
+)
+# Name, colour, and the value in *_gtFine_labelIds.png; other values of the 34 are void.
+_CITYSCAPES = (
+    ("road", (128, 64, 128), 7),
+    ("sidewalk", (244, 35, 232), 8),
+    ("building", (70, 70, 70), 11),
+    ("wall", (102, 102, 156), 12),
+    ("fence", (190, 153, 153), 13),
+    ("pole", (153, 153, 153), 17),
+    ("traffic light", (250, 170, 30), 19),
+    ("traffic sign", (220, 220, 0), 20),
+    ("vegetation", (107, 142, 35), 21),
+    ("terrain", (152, 251, 152), 22),
+    ("sky", (70, 130, 180), 23),
+    ("person", (220, 20, 60), 24),
+    ("rider", (255, 0, 0), 25),
+    ("car", (0, 0, 142), 26),
+    ("truck", (0, 0, 70), 27),
+    ("bus", (0, 60, 100), 28),
+    ("train", (0, 80, 100), 31),
+    ("motorcycle", (0, 0, 230), 32),
+    ("bicycle", (119, 11, 32), 33),
+)
+CITYSCAPES = Classes(
+    [name for name, *_ in _CITYSCAPES],
+    [colour for _, colour, _ in _CITYSCAPES],
+    {**dict.fromkeys([*range(34), 255], VOID), **{value: i for i, (*_, value) in enumerate(_CITYSCAPES)}},
+)
+# Values 92 to 182 of the pixel maps of 2017, in this order; things (1 to 91), other (183) and unlabelled (0) are void.
+STUFF = tuple(
+    [
+        "banner",
+        "blanket",
+        "branch",
+        "bridge",
+        "building-other",
+        "bush",
+        "cabinet",
+        "cage",
+        "cardboard",
+        "carpet",
+        "ceiling-other",
+        "ceiling-tile",
+        "cloth",
+        "clothes",
+        "clouds",
+        "counter",
+        "cupboard",
+        "curtain",
+        "desk-stuff",
+        "dirt",
+        "door-stuff",
+        "fence",
+        "floor-marble",
+        "floor-other",
+        "floor-stone",
+        "floor-tile",
+        "floor-wood",
+        "flower",
+        "fog",
+        "food-other",
+        "fruit",
+        "furniture-other",
+        "grass",
+        "gravel",
+        "ground-other",
+        "hill",
+        "house",
+        "leaves",
+        "light",
+        "mat",
+        "metal",
+        "mirror-stuff",
+        "moss",
+        "mountain",
+        "mud",
+        "napkin",
+        "net",
+        "paper",
+        "pavement",
+        "pillow",
+        "plant-other",
+        "plastic",
+        "platform",
+        "playingfield",
+        "railing",
+        "railroad",
+        "river",
+        "road",
+        "rock",
+        "roof",
+        "rug",
+        "salad",
+        "sand",
+        "sea",
+        "shelf",
+        "sky-other",
+        "skyscraper",
+        "snow",
+        "solid-other",
+        "stairs",
+        "stone",
+        "straw",
+        "structural-other",
+        "table",
+        "tent",
+        "textile-other",
+        "towel",
+        "tree",
+        "vegetable",
+        "wall-brick",
+        "wall-concrete",
+        "wall-other",
+        "wall-panel",
+        "wall-stone",
+        "wall-tile",
+        "wall-wood",
+        "water-other",
+        "waterdrops",
+        "window-blind",
+        "window-other",
+        "wood",
+    ]
+)
+
+
+def _hues(count: int) -> list[tuple[int, int, int]]:
+    """As many colours, told apart where that is possible, for sets that have none of their own."""
+    digest = [hashlib.blake2b(str(i).encode(), digest_size=3).digest() for i in range(count)]
+    return [(d[0], d[1], d[2]) for d in digest]
+
+
+COCO_STUFF = Classes(
+    STUFF, _hues(91), {**dict.fromkeys([*range(92), 183, 255], VOID), **{92 + i: i for i in range(91)}}
+)
+
+
+def segmentation(config: Config, split: str) -> Pixels:
+    """The data set of a segmentation recipe: split "train", or "val" for the part that is evaluated."""
+    data, training = config.data, split == "train"
+    part = "train" if training else data.validation
+    if data.kind == "scenes":
+        length = data.length if training else data.length // 4
+        size, seed = (data.resize, 2 * data.resize), 1 if training else 2
+        read = functools.partial(_drawn, size=size, seed=seed)
+        return Pixels(
+            length, read, lambda i: f"scene {i}", plain(CLASSES, COLOURS), config, training, f"scenes {size} {seed}"
+        )
+    if not data.path:
+        raise ValueError(f"{config.recipe} needs data: --data FOLDER")
+    root = Path(data.path)
+    if not root.is_dir():
+        raise ValueError(f"there is no folder {root}")
+    listing: dict[str, Callable[[Path, str], tuple[list[tuple[Path, Path]], Classes]]] = {
+        "pairs": _pairs,
+        "camvid": lambda root, part: (_matched(root / part / "images", root / part / "labels", str.lower), CAMVID),
+        "cityscapes": _cityscapes,
+        "coco-stuff": _coco_stuff,
+        "vistas": _vistas,
+    }
+    pairs, classes = listing[data.kind](root, part)
+    table = classes.table()
+    return Pixels(
+        len(pairs),
+        lambda i: _read(*pairs[i], classes, table),
+        lambda i: str(pairs[i][0]),
+        classes,
+        config,
+        training,
+        "\n".join(f"{label} {label.stat().st_size}" for _, label in pairs),
+    )
+
+
+def _matched(images: Path, labels: Path, key: Callable[[str], str]) -> list[tuple[Path, Path]]:
+    """Pairs of the files in two folders whose names agree but for the suffix, or whatever ``key`` leaves of them."""
+    sides = []
+    for folder in (images, labels):
+        files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES) if folder.is_dir() else []
+        sides.append({key(p.stem): p for p in files})
+    if not sides[0]:
+        raise ValueError(f"no images in {images}")
+    for mine, other, folder in ((sides[0], sides[1], labels), (sides[1], sides[0], images)):
+        lonely = sorted(mine.keys() - other.keys())
+        if lonely:
+            listed = ", ".join(str(mine[name]) for name in lonely[:5])
+            raise ValueError(f"{len(lonely)} files have no partner in {folder}: {listed}")
+    return [(sides[0][name], sides[1][name]) for name in sorted(sides[0])]
+
+
+def _pairs(root: Path, part: str) -> tuple[list[tuple[Path, Path]], Classes]:
+    """``part/images``, ``part/labels``, and ``classes.json``: {"classes": [{"name": …, "colour": [r, g, b]}, …], "void": […]}."""
+    path = root / "classes.json"
+    try:
+        content = json.loads(path.read_text())
+        names = [str(one["name"]) for one in content["classes"]]
+        given = [one.get("colour") for one in content["classes"]]
+        void = [int(value) for value in content.get("void", [VOID])]
+    except FileNotFoundError:
+        raise ValueError(
+            f'{path} is missing; it says {{"classes": [{{"name": "sky", "colour": [70, 130, 180]}}, …]}}'
+        ) from None
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be understood: {type(error).__name__}: {error}") from error
+    if not names or len(names) > VOID:
+        raise ValueError(f"{path} has {len(names)} classes; 1 to {VOID} can be told apart")
+    wrong = [value for value in void if not len(names) <= value <= 255]
+    if wrong:
+        raise ValueError(f"{path}: void {wrong} are values of classes, or not bytes")
+    colours = [tuple(c) if c else hue for c, hue in zip(given, _hues(len(names)), strict=True)]
+    if any(len(c) != 3 or not all(isinstance(v, int) and 0 <= v <= 255 for v in c) for c in colours):
+        raise ValueError(f"{path}: a colour is three numbers from 0 to 255")
+    return _matched(root / part / "images", root / part / "labels", str.lower), plain(names, colours, void)
+
+
+def _cityscapes(root: Path, part: str) -> tuple[list[tuple[Path, Path]], Classes]:
+    """``leftImg8bit/part/city/*_leftImg8bit.png`` and ``gtFine/part/city/*_gtFine_labelIds.png``."""
+    images = root / "leftImg8bit" / part
+    found = sorted(images.rglob("*_leftImg8bit.png"))
+    if not found:
+        raise ValueError(f"no *_leftImg8bit.png in {images}; the layout is the official one, leftImg8bit and gtFine")
+    pairs = [
+        (
+            path,
+            root / "gtFine" / part / path.parent.name / path.name.replace("_leftImg8bit", "_gtFine_labelIds"),
+        )
+        for path in found
+    ]
+    return _existing(pairs), CITYSCAPES
+
+
+def _existing(pairs: list[tuple[Path, Path]]) -> list[tuple[Path, Path]]:
+    missing = [path for pair in pairs for path in pair if not path.is_file()]
+    if missing:
+        raise ValueError(f"{len(missing)} files are missing: {', '.join(map(str, missing[:5]))}")
+    return pairs
+
+
+def _coco_stuff(root: Path, part: str) -> tuple[list[tuple[Path, Path]], Classes]:
+    """``train2017/*.jpg``, ``stuff_train2017_pixelmaps/*.png``; ``train.txt`` lists the images of the task, if it is there."""
+    images, labels = root / f"{part}2017", root / f"stuff_{part}2017_pixelmaps"
+    listed = root / f"{part}.txt"
+    names = listed.read_text().split() if listed.exists() else sorted(p.stem for p in labels.glob("*.png"))
+    for name in names:
+        if "/" in name or "\\" in name or name.startswith("."):
+            raise ValueError(f"{listed}: {name!r} is not the name of a file in {images}")
+    if not names:
+        raise ValueError(f"no pixel maps in {labels}")
+    stems = [Path(name).stem for name in names]
+    return _existing([(images / f"{stem}.jpg", labels / f"{stem}.png") for stem in stems]), COCO_STUFF
+
+
+def _vistas(root: Path, part: str) -> tuple[list[tuple[Path, Path]], Classes]:
+    """``training/images``, ``training/labels`` (or ``training/v1.2/labels``) and the set's ``config.json``."""
+    part = {"train": "training", "val": "validation"}.get(part, part)
+    candidates = [root / name for name in ("config.json", "config_v1.2.json")]
+    path = next((candidate for candidate in candidates if candidate.is_file()), candidates[0])
+    try:
+        labels = json.loads(path.read_text())["labels"]
+        known = [(i, one) for i, one in enumerate(labels) if one.get("evaluate", True)]
+        names = [str(one["readable"]) for _, one in known]
+        colours = [(int(one["color"][0]), int(one["color"][1]), int(one["color"][2])) for _, one in known]
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: the config of the data set") from None
+    except (json.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be understood: {type(error).__name__}: {error}") from error
+    meaning = {**dict.fromkeys([*range(len(labels)), 255], VOID), **{value: i for i, (value, _) in enumerate(known)}}
+    folder = root / part / "labels"
+    folder = folder if folder.is_dir() else root / part / "v1.2" / "labels"
+    return _matched(root / part / "images", folder, str), Classes(names, colours, meaning)
+
+
+def _drawn(index: int, size: tuple[int, int], seed: int) -> tuple[Tensor, Tensor]:
+    image, label = scene(index, size, seed)
+    return (255 * image).round_().to(torch.uint8), label.to(torch.uint8)
+
+
+def _read(image: Path, label: Path, classes: Classes, table: Tensor) -> tuple[Tensor, Tensor]:
+    picture, values = read_image(image), read_label(label)
+    if picture.shape[1:] != values.shape:
+        sizes = ["×".join(map(str, reversed(t.shape[-2:]))) for t in (picture, values)]
+        raise Fault(f"{image} has {sizes[0]} pixels, but its label {label} {sizes[1]}")
+    return picture, understood(values, table, label, len(classes.names))
+
+
+class Fault(Exception):
+    """A data set that is wrong, rather than a file that cannot be read."""
+
+
+def read_label(path: Path) -> Tensor:
+    """The values of a label file, uint8 of shape (H, W); of a palette image, its indices."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as file:
+            file.load()
+            if file.mode not in ("L", "P"):
+                raise Fault(f"{path} is of mode {file.mode}; labels have one channel of 8 bits, a class in every pixel")
+            values = torch.frombuffer(bytearray(file.tobytes()), dtype=torch.uint8)
+            return values.view(file.height, file.width)
+    except (OSError, ValueError, Fault):
+        raise
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def understood(values: Tensor, table: Tensor, path: Path, classes: int) -> Tensor:
+    """Classes in place of values; a value without a meaning is an error."""
+    labels = table[values.long()]
+    if (labels < 0).any():
+        odd = sorted(set(values[labels < 0].tolist()))
+        hint = ""
+        if classes in odd:
+            hint = f"; are classes counted from 1 there? They are 0 to {classes - 1}"
+        raise Fault(
+            f"{path} has pixels of value {', '.join(map(str, odd[:5]))}, which is none of its {classes} classes nor void{hint}"
+        )
+    return labels.to(torch.uint8)
+
+
+class Pixels:
+    """Images and labels of pixels: random crops for training, whole for evaluation.
+
+    Args:
+        length: how many.
+        read: gives image and label of an index.
+        name_of: what to call an index in messages.
+        labels: classes and colours.
+        config: of the run.
+        training: whether to crop.
+        identity: what the labels are, for the index of classes that is kept between runs.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        read: Callable[[int], tuple[Tensor, Tensor]],
+        name_of: Callable[[int], str],
+        labels: Classes,
+        config: Config,
+        training: bool,
+        identity: str,
+    ) -> None:
+        self.length, self.read, self.name_of, self.labels = length, read, name_of, labels
+        self.config, self.training, self.identity = config, training, identity
+        self.classes = labels.names
+        self.cache: list[Any] | None = None
+        if config.data.cache and training:
+            with ThreadPoolExecutor() as pool:
+                self.cache = list(pool.map(self._get, range(length)))
+        self.images_of = self._index() if training and config.data.uniform else None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def order(self, seed: int, epoch: int) -> Sequence[Draw]:
+        """All once, shuffled; or as many draws, each of a class first and then of an image that has it."""
+        if not self.training:
+            return [Draw(i, 0) for i in range(self.length)]
+        if self.images_of is None:
+            return permuted(self.length, seed, epoch)
+        generator = torch.Generator().manual_seed(number(seed, "uniform", epoch))
+        there = [label for label, images in enumerate(self.images_of) if images]
+        draws = []
+        for place in range(self.length):
+            label = there[int(torch.randint(len(there), (), generator=generator))]
+            images = self.images_of[label]
+            image = images[int(torch.randint(len(images), (), generator=generator))]
+            # An image may be drawn several times: its place, too, tells its augmentations apart.
+            draws.append(Draw(image, number(seed, epoch, image, place), label))
+        return draws
+
+    def _get(self, index: int) -> tuple[Tensor, Tensor] | Problem:
+        if self.cache is not None:
+            sample: tuple[Tensor, Tensor] | Problem = self.cache[index]
+            return sample
+        try:
+            return self.read(index)
+        except Fault as fault:
+            raise ValueError(str(fault)) from fault
+        except (OSError, ValueError) as error:
+            return Problem(self.name_of(index), str(error) or type(error).__name__)
+
+    def _index(self) -> list[list[int]]:
+        """The images that have each class; looked up once and kept in the user's cache."""
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "inplace_abn"
+        digest = hashlib.sha256(f"{len(self.classes)}\n{self.identity}".encode()).hexdigest()[:16]
+        path = cache / f"classes-{digest}.json"
+        if path.is_file():
+            known: list[list[int]] = json.loads(path.read_text())
+            if len(known) == len(self.classes):
+                return known
+        with ThreadPoolExecutor() as pool:
+            present = list(pool.map(self._present, range(self.length)))
+        images_of = [[i for i, labels in enumerate(present) if label in labels] for label in range(len(self.classes))]
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            storage.write(path, json.dumps(images_of).encode())
+        except OSError:
+            pass  # It is computed again next time.
+        return images_of
+
+    def _present(self, index: int) -> set[int]:
+        sample = self._get(index)
+        return set() if isinstance(sample, Problem) else set(sample[1].unique().tolist()) - {VOID}
+
+    def __getitem__(self, draw: Draw) -> tuple[Tensor | None, Tensor | int, list[Problem]]:
+        _, sample, problems = found(draw, self._get, self.length, self.config, self.training)
+        if sample is None:
+            return None, -1, problems
+        if not self.training:
+            return *sample, problems
+        with seeded(draw.seed):
+            return *self.crop(*sample, draw.wanted), problems
+
+    def crop(self, image: Tensor, label: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
+        """A window of random scale and place, mirrored at random, brought to the crop's size; void and mean colour outside.
+
+        A scale s and a crop of C pixels is a window of C/s pixels. If a class is wanted, the window holds one of its pixels.
+        """
+        augment, side = self.config.augment, self.config.data.crop
+        scale = augment.scale_low + (augment.scale_high - augment.scale_low) * float(torch.rand(()))
+        window = max(1, round(side / scale))
+        top, left = self._place(label, wanted, window)
+        rows, columns = slice(max(top, 0), top + window), slice(max(left, 0), left + window)
+        image, label = image[:, rows, columns], label[rows, columns]
+        below, right = window - label.shape[0] - max(-top, 0), window - label.shape[1] - max(-left, 0)
+        if (below, right, min(top, 0), min(left, 0)) != (0, 0, 0, 0):
+            edges = [max(-left, 0), right, max(-top, 0), below]
+            mean = (255 * torch.tensor(self.config.data.mean)).round().view(3, 1, 1)
+            image = (F.pad(image.float() - mean, edges) + mean).to(torch.uint8)
+            label = F.pad(label, edges, value=VOID)
+        if window != side:
+            small = F.interpolate(image[None].float(), (side, side), mode="bilinear", antialias=True)[0]
+            image = small.round_().clamp_(0, 255).to(torch.uint8)
+            label = F.interpolate(label[None, None].float(), (side, side), mode="nearest-exact")[0, 0].to(torch.uint8)
+        if augment.flip and torch.rand(()) < 0.5:
+            image, label = image.flip(-1), label.flip(-1)
+        return image.contiguous(), label.contiguous()
+
+    def _place(self, label: Tensor, wanted: int, window: int) -> tuple[int, int]:
+        """Top and left of a window: inside of the image if it fits, else around it."""
+        at = None
+        if wanted >= 0:
+            there = (label == wanted).nonzero()
+            if len(there):
+                at = there[int(torch.randint(len(there), ()))].tolist()
+        place = []
+        for axis, length in enumerate(label.shape):
+            low, high = min(0, length - window), max(0, length - window)
+            if at is not None:
+                low, high = max(low, at[axis] - window + 1), min(high, at[axis])
+            place.append(int(torch.randint(low, high + 1, ())))
+        return place[0], place[1]

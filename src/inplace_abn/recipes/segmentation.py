@@ -1,0 +1,223 @@
+"""Semantic segmentation: the cells of the paper's Tables 3 and 4 by name, recipes for real machines, and prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..models import deeplabv3
+from . import pixels
+from .config import Augment, Config, Data, Loss, Network, Optim, Train
+from .loop import norm_act, start_body
+from .losses import bootstrapped
+from .metrics import confusion, ious, mean_iou, pixel_accuracy
+from .small import Small
+
+__all__ = ["RECIPES", "Segmentation", "fused", "predicted", "tiled"]
+
+
+class Segmentation:
+    """A class for every pixel. Networks give logits at their own stride, which are upsampled where they are needed."""
+
+    def build(self, config: Config, classes: int) -> nn.Module:
+        """DeepLabV3 on the network, its body from a file if the config names one."""
+        if config.network.name == "small":
+            return Small(classes, norm_act(config.network), pixels=True)
+        stride = config.network.output_stride
+        model = deeplabv3(config.network.name, classes, norm_act(config.network), stride, upsample=False)
+        start_body(model.body, config.network)
+        return model
+
+    def samples(self, config: Config, split: str) -> pixels.Pixels:
+        """Images and labels."""
+        return pixels.segmentation(config, split)
+
+    def loss(self, config: Config, output: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy of the hardest pixels."""
+        return bootstrapped(output, targets, config.loss.hardest)
+
+    def counts(self, output: Tensor, targets: Tensor, classes: int) -> Tensor:
+        """Pixels by true and predicted class."""
+        if targets.dim() < 3:
+            return torch.zeros(classes, classes, dtype=torch.long, device=output.device)
+        # One image at a time: upsampled logits are large.
+        each = [_argmax(one[None], label.shape) for one, label in zip(output, targets, strict=True)]
+        return confusion(torch.cat(each).flatten(), targets.flatten().long(), classes)
+
+    def scores(self, counts: Tensor, classes: Sequence[str]) -> dict[str, float]:
+        """Mean IoU over the classes that occur in labels or predictions, the share of right pixels, and every class's IoU."""
+        each = ious(counts)
+        named = {f"iou/{name}": float(value) for name, value in zip(classes, each, strict=True) if value == value}
+        return {"miou": mean_iou(counts), "pixel_accuracy": pixel_accuracy(counts), **named}
+
+
+def _argmax(logits: Tensor, size: Sequence[int]) -> Tensor:
+    return F.interpolate(logits, tuple(size), mode="bilinear", align_corners=False).argmax(1)
+
+
+@torch.no_grad()
+def tiled(model: nn.Module, x: Tensor, tile: int, margin: int) -> Tensor:
+    """Logits of the image's size, computed tile by tile: what lies ``margin`` pixels inside of a tile is taken from it.
+
+    The same as of the whole image wherever the network looks no further than the margin; global pooling sees a tile only.
+    """
+    height, width = x.shape[2:]
+    rows: list[Tensor] = []
+    for top in range(0, height, tile):
+        columns: list[Tensor] = []
+        for left in range(0, width, tile):
+            # On the stride's grid, so that a tile is sampled as the whole is.
+            first, start = max(0, top - margin), max(0, left - margin)
+            part = x[:, :, first : top + tile + margin, start : left + tile + margin]
+            logits = F.interpolate(model(part).float(), part.shape[2:], mode="bilinear", align_corners=False)
+            columns.append(logits[:, :, top - first : top - first + tile, left - start : left - start + tile])
+        rows.append(torch.cat(columns, 3))
+    return torch.cat(rows, 2)
+
+
+@torch.no_grad()
+def predicted(
+    model: nn.Module,
+    x: Tensor,
+    scales: Sequence[float] = (1.0,),
+    flip: bool = False,
+    fusion: str = "mean",
+    tile: int = 0,
+    margin: int = 128,
+) -> tuple[Tensor, Tensor]:
+    """Classes and confidences, of shape (N, H, W), over an image at several scales, mirrored or not.
+
+    Args:
+        model: gives logits at any stride.
+        x: prepared images (N, 3, H, W).
+        scales: of the image, before the network sees it.
+        flip: look at the mirror image as well, at every scale.
+        fusion: "mean" of the probabilities; "voting", where every view has a vote for each pixel and summed probabilities decide
+            between equals; "max", the view that is most confident.
+        tile: side of tiles, for images too large for the memory; 0 for the whole.
+        margin: of tiles.
+    """
+    views = []
+    for scale in scales:
+        size = [max(1, round(scale * side)) for side in x.shape[2:]]
+        at = x if scale == 1 else F.interpolate(x, size, mode="bilinear", align_corners=False)
+        for mirrored in (False, True) if flip else (False,):
+            seen = at.flip(3) if mirrored else at
+            logits = tiled(model, seen, tile, margin) if tile else model(seen).float()
+            logits = F.interpolate(logits, x.shape[2:], mode="bilinear", align_corners=False)
+            views.append((logits.flip(3) if mirrored else logits).softmax(1))
+    return fused(views, fusion)
+
+
+def fused(views: Sequence[Tensor], fusion: str) -> tuple[Tensor, Tensor]:
+    """Class and confidence of every pixel out of several views' probabilities (N, C, H, W).
+
+    >>> one, two = torch.tensor([0.6, 0.4]), torch.tensor([0.1, 0.9])
+    >>> fused([v.view(1, 2, 1, 1) for v in (one, one, two)], "voting")[0].item()
+    0
+    """
+    if fusion == "mean":
+        best = (sum(views[1:], views[0]) / len(views)).max(1)
+        return best.indices, best.values
+    if fusion == "max":
+        sure = torch.stack([view.max(1).values for view in views])
+        most = sure.max(0)
+        classes = torch.stack([view.argmax(1) for view in views]).gather(0, most.indices[None])[0]
+        return classes, most.values
+    if fusion == "voting":
+        total = sum(views[1:], views[0])
+        votes = sum(
+            (F.one_hot(view.argmax(1), view.shape[1]).movedim(-1, 1) for view in views), torch.zeros_like(views[0])
+        )
+        # Probabilities sum to less than one vote after the division, and decide only between equals.
+        chosen = (votes + total / (total.max() + 1) / 2).argmax(1)
+        return chosen, (total / len(views)).gather(1, chosen[:, None])[:, 0]
+    raise ValueError(f"fusion {fusion!r} is unknown; one of: mean, voting, max")
+
+
+# The paper's protocol (§4.2): four cards; crops are those of all of them. No auxiliary loss; the hardest quarter of the pixels.
+_OPTIM = Optim(lr=2.5e-3, nesterov=False, schedule="poly", power=0.9)
+_AUGMENT = Augment(flip=True, colour=0.0, lighting=0.0, scale_low=0.7, scale_high=2.0)
+_EPOCHS = {"cityscapes": 360, "coco-stuff": 30, "vistas": 90}
+_NETWORKS = {"resnext101": "resnext101", "resnext152": "resnext152", "wide-resnet38": "wide_resnet38_a2"}
+
+
+def _paper(kind: str, network: str, norm: str, crops: int, crop: int, uniform: bool = False) -> Config:
+    name = f"{kind}-{network}-{norm}-{crops}x{crop}{'-uniform' if uniform else ''}"
+    return Config(
+        name,
+        "segmentation",
+        Network(_NETWORKS[network], norm),
+        Data(kind, crop=crop, workers=8, uniform=uniform),
+        _AUGMENT,
+        Loss(hardest=0.25),
+        replace(_OPTIM, lr=3.5e-3) if kind == "vistas" else _OPTIM,
+        Train(epochs=_EPOCHS[kind], batch=crops, world_size=4, evaluate_every=10, evaluate_batch=4),
+    )
+
+
+# Table 3: standard, in place with more crops, in place with larger crops, synchronised.
+_TABLE_3: dict[tuple[str, str], tuple[tuple[str, int, int], ...]] = {
+    ("cityscapes", "resnext101"): (
+        ("standard", 16, 512),
+        ("inplace", 28, 512),
+        ("inplace", 16, 672),
+        ("sync", 16, 672),
+    ),
+    ("cityscapes", "wide-resnet38"): (
+        ("standard", 20, 512),
+        ("inplace", 28, 512),
+        ("inplace", 20, 640),
+        ("sync", 20, 640),
+    ),
+    ("coco-stuff", "resnext101"): (
+        ("standard", 16, 480),
+        ("inplace", 24, 480),
+        ("inplace", 16, 600),
+        ("sync", 16, 600),
+    ),
+    ("coco-stuff", "wide-resnet38"): (
+        ("standard", 20, 496),
+        ("inplace", 28, 496),
+        ("inplace", 20, 576),
+        ("sync", 20, 576),
+    ),
+}
+_TABLE_4: tuple[tuple[Any, ...], ...] = (
+    ("cityscapes", "resnext152", "sync", 12, 680),
+    ("cityscapes", "wide-resnet38", "inplace", 16, 712),
+    ("cityscapes", "wide-resnet38", "sync", 16, 712),
+    ("cityscapes", "wide-resnet38", "sync", 12, 872),
+    ("cityscapes", "wide-resnet38", "sync", 12, 872, True),
+    ("vistas", "wide-resnet38", "sync", 12, 776, True),
+)
+
+RECIPES: tuple[Config, ...] = (
+    *(_paper(kind, network, *cell) for (kind, network), cells in _TABLE_3.items() for cell in cells),
+    *(_paper(*cell) for cell in _TABLE_4),
+    Config(
+        "embedded-segment",
+        "segmentation",
+        Network("small"),
+        Data("scenes", resize=64, crop=64, length=320, workers=0, cache=True),
+        Augment(colour=0.0, lighting=0.0, scale_low=0.8, scale_high=1.25),
+        Loss(hardest=1.0),
+        Optim(lr=0.1, weight_decay=1e-4, decay="weights", schedule="cosine", warmup=0.5),
+        Train(epochs=8, batch=16, log_every=20, evaluate_every=4),
+    ),
+    Config(
+        "camvid",
+        "segmentation",
+        Network("resnet50", output_stride=8),
+        Data("camvid", crop=320, workers=12, cache=True),
+        Augment(colour=0.0, lighting=0.0, scale_low=0.7, scale_high=2.0),
+        Loss(hardest=0.25),
+        Optim(lr=0.05, weight_decay=1e-4, nesterov=False, schedule="poly", warmup=1),
+        Train(epochs=200, batch=16, dtype="bfloat16", evaluate_every=20, evaluate_batch=8),
+    ),
+)

@@ -90,6 +90,21 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change a setting")
     sub.add_argument("--device", metavar="NAME", help="cuda, cuda:1, cpu (default: a GPU where there is one)")
     sub.add_argument("--json", type=Path, metavar="FILE", help="write the scores as JSON")
+    sub = command("predict", "Segment a folder of images with a run, or with the released Vistas network.")
+    sub.add_argument("source", type=Path, help="folder of a run, or the released file, with --vistas")
+    sub.add_argument("images", type=Path, help="an image, or a folder of them")
+    sub.add_argument("out", type=Path, help="folder for the results")
+    sub.add_argument(
+        "--vistas", type=Path, metavar="FILE", help="config.json of Mapillary Vistas: its classes and colours"
+    )
+    kinds = ("palette", "raw", "prob")
+    sub.add_argument("--output", choices=kinds, default="palette", help="colours, class numbers, or confidences, too")
+    sub.add_argument("--scales", default="1", metavar="S,S", help="of the image, such as 0.7,1,1.2")
+    sub.add_argument("--flip", action="store_true", help="look at the mirror image, too")
+    sub.add_argument("--fusion", choices=("mean", "voting", "max"), default="mean", help="of several views")
+    sub.add_argument("--longest", type=int, metavar="PIXELS", help="side to bring images to (default 2048 for Vistas)")
+    sub.add_argument("--tile", type=int, default=0, metavar="PIXELS", help="predict in tiles, for large images")
+    sub.add_argument("--device", metavar="NAME", help="cuda, cuda:1, cpu (default: a GPU where there is one)")
     return top
 
 
@@ -101,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError:
         print(EXTRA, file=sys.stderr)
         return 1
-    commands = (info, convert, plan, export, doctor, recipes, train, evaluate)
+    commands = (info, convert, plan, export, doctor, recipes, train, evaluate, predict)
     try:
         {run.__name__: run for run in commands}[given.command](given)
     except Mistake as error:
@@ -411,6 +426,7 @@ def evaluate(given: argparse.Namespace) -> None:
 
     from .recipes import loop, task_of
     from .recipes.config import Config, override
+    from .recipes.data import write_png
 
     changes = [f"data.path={given.data}"] if given.data else []
     changes += [f"network.activation={given.activation}"] if given.activation else []
@@ -421,12 +437,41 @@ def evaluate(given: argparse.Namespace) -> None:
     try:
         ranks = loop.Ranks(torch.device(given.device) if given.device else None)
         config, model, task = loop.restored(given.run, lambda config: task_of(config, given.view), ranks.device, change)
-        scores = loop.evaluate(config, task, model, task.samples(config, "val"), ranks)
+        val = task.samples(config, "val")
+        scores = loop.evaluate(config, task, model, val, ranks)
     except (ValueError, OSError, ImportError) as error:
         raise Mistake(str(error)) from error
     _print_scores(scores)
+    shown = loop.picture(config, task, model, val, ranks.device) if loop.rank() == 0 else None
+    if shown is not None:
+        write_png(shown, given.run / "evaluation.png")
+        print(given.run / "evaluation.png")
     if given.json is not None:
         write(given.json, json.dumps(scores, indent=2))
+
+
+def predict(given: argparse.Namespace) -> None:
+    """Label files for images."""
+    import torch
+    from rich.progress import track
+
+    from .recipes import loop, prediction
+
+    try:
+        scales = [float(text) for text in given.scales.split(",")]
+        if not all(0 < scale <= 8 for scale in scales):
+            raise ValueError(f"--scales {given.scales}: numbers above 0, at most 8")
+        device = loop.Ranks(torch.device(given.device) if given.device else None).device
+        predictor = prediction.load(given.source, given.vistas, device)
+        longest = predictor.longest if given.longest is None else given.longest
+        paths = prediction.images_in(given.images)
+        given.out.mkdir(parents=True, exist_ok=True)
+        for path in track(paths, description="predicting", disable=not sys.stderr.isatty()):
+            classes, sure = predictor(path, scales, given.flip, given.fusion, longest, given.tile)
+            prediction.write(given.out / path.stem, classes, sure, given.output, predictor.labels)
+    except (ValueError, OSError, ImportError) as error:
+        raise Mistake(str(error)) from error
+    print(f"{len(paths)} predictions in {given.out}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -59,6 +59,9 @@ class Classification:
             raise ValueError("there is nothing to evaluate: no image of the validation data could be read")
         return {"top1": first / images, "top5": five / images, "val_loss": loss / images}
 
+    def picture(self, samples: data.Images, predict: Callable[[Tensor], Tensor]) -> None:
+        """Nothing to look at."""
+
 
 # The paper's protocol (§4.1): four cards; batch sizes are of all of them. The rate stays 0.1 at every batch size.
 IMAGENET = Config(
@@ -96,7 +99,7 @@ RECIPES: tuple[Config, ...] = (
         Network("small"),
         Data("scenes", resize=48, crop=44, evaluate_resize=0, evaluate_crop=0, workers=0, cache=True, length=512),
         Augment(colour=0.0, lighting=0.0),
-        replace(_COSINE, lr=0.05),
+        Optim("adamw", lr=4e-3, weight_decay=1e-2, decay="weights", schedule="cosine", warmup=1),
         Train(epochs=15, batch=32, log_every=32, evaluate_every=5),
     ),
     _small(

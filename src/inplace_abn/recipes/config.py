@@ -86,12 +86,13 @@ class Loss:
 
 @dataclass(frozen=True)
 class Optim:
-    """SGD and its schedule."""
+    """The optimizer and its schedule."""
 
+    name: str = setting("sgd", "the optimizer", ("sgd", "adamw"))
     lr: float = setting(0.1, "initial rate, at every batch size")
     momentum: float = setting(0.9, "of SGD")
-    nesterov: bool = setting(True, "look ahead")
-    weight_decay: float = setting(1e-4, "of SGD")
+    nesterov: bool = setting(True, "look ahead (SGD)")
+    weight_decay: float = setting(1e-4, "of the optimizer: in the gradient of SGD, of the weights themselves in AdamW")
     decay: str = setting("all", "what decays: all parameters, or not norms and biases", ("all", "weights"))
     schedule: str = setting("step", "how the rate falls", ("step", "linear", "poly", "cosine", "constant"))
     drop_every: int = setting(30, "epochs between two drops (step)")

@@ -29,7 +29,7 @@ from ..outside import torchvision
 from .config import Config
 from .scenes import KINDS, scene
 
-__all__ = ["Batch", "Draw", "Order", "Problem", "Samples", "classification", "loader", "read_image"]
+__all__ = ["Batch", "Draw", "Order", "Problem", "Samples", "classification", "loader", "read_image", "write_png"]
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 # Principal components of the colours of ImageNet (Krizhevsky et al.): standard deviations and directions, for RGB in [0, 1].
@@ -217,6 +217,14 @@ def read_image(path: Path) -> Tensor:
     except Exception as error:
         # Decoders raise what they like on a damaged file: SyntaxError, struct.error, DecompressionBombError, …
         raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def write_png(image: Tensor, path: Path) -> None:
+    """A uint8 image of shape (3, H, W) as a file."""
+    from PIL import Image
+
+    pixels = image.permute(1, 2, 0).contiguous().cpu()
+    Image.frombytes("RGB", (pixels.shape[1], pixels.shape[0]), pixels.numpy().tobytes()).save(path, "PNG")
 
 
 # A way to get an image, and its class.

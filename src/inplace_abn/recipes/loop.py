@@ -24,6 +24,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
@@ -38,9 +40,9 @@ from ..recompute import recompute
 from ..training import param_groups
 from . import storage
 from .config import FREE, Config, Network, Optim, from_dict, settings, to_json
-from .data import Batch, Draw, Order, Problem, Samples, loader, number
+from .data import Batch, Draw, Order, Problem, Samples, loader, number, write_png
 
-__all__ = ["Stopped", "Task", "evaluate", "norm_act", "rate", "restored", "train"]
+__all__ = ["Stopped", "Task", "evaluate", "norm_act", "picture", "rate", "restored", "train"]
 
 
 class Task(Protocol):
@@ -64,6 +66,10 @@ class Task(Protocol):
 
     def scores(self, counts: Tensor, classes: Sequence[str]) -> dict[str, float]:
         """What is read off the sum; the first is the one to look at."""
+        ...
+
+    def picture(self, samples: Any, predict: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Something to look at after an evaluation, uint8 of shape (3, H, W); ``predict`` gives outputs of uint8 images."""
         ...
 
 
@@ -158,10 +164,8 @@ class Ranks:
             nccl = device.type == "cuda" and here <= torch.cuda.device_count()
             if not dist.is_initialized():
                 # Torchrun's store outlives a restart, and with it the addresses of processes that are gone.
-                store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=10)))
-                store = torch.distributed.distributed_c10d.PrefixStore(
-                    os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store
-                )
+                store, *_ = next(rendezvous("env://", timeout=timedelta(minutes=10)))
+                store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
                 backend = "nccl" if nccl else "gloo"
                 dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.count)
                 self.own = True
@@ -322,18 +326,7 @@ class Run:
         self.steps, self.per_epoch = steps, self.order.per_epoch
         torch.manual_seed(number(config.train.seed, "weights"))
         self.model = built(config, task, len(self.samples.classes), self.device)
-        learned = (
-            self.model.parameters()
-            if config.optim.decay == "all"
-            else param_groups(self.model, config.optim.weight_decay)
-        )
-        self.optimizer = torch.optim.SGD(
-            learned,
-            config.optim.lr,
-            config.optim.momentum,
-            weight_decay=config.optim.weight_decay,
-            nesterov=config.optim.nesterov and config.optim.momentum > 0,
-        )
+        self.optimizer = optimizer(self.model, config.optim)
         half = config.train.dtype == "float16"
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
         self.ema = averaged(self.model, config.optim.ema) if config.optim.ema else None
@@ -451,7 +444,9 @@ class Run:
         model = self.ema.module if self.ema is not None else self.model
         with signals.at_once(self.stopped):
             scores = evaluate(self.config, self.task, model, self.val, self.ranks)
-        self.log.scores(epoch, scores)
+            self.log.scores(epoch, scores)
+            if self.ranks.rank == 0:
+                self.log.picture(picture(self.config, self.task, model, self.val, self.device))
         return scores
 
 
@@ -471,6 +466,15 @@ def built(config: Config, task: Task, classes: int, device: torch.device) -> nn.
     if config.train.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
+
+
+def optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
+    """As the config says."""
+    learned: Any = list(model.parameters()) if optim.decay == "all" else param_groups(model, optim.weight_decay)
+    if optim.name == "adamw":
+        return torch.optim.AdamW(learned, optim.lr, weight_decay=optim.weight_decay)
+    nesterov = optim.nesterov and optim.momentum > 0
+    return torch.optim.SGD(learned, optim.lr, optim.momentum, weight_decay=optim.weight_decay, nesterov=nesterov)
 
 
 def averaged(model: nn.Module, decay: float) -> AveragedModel:
@@ -521,6 +525,22 @@ def evaluate(config: Config, task: Task, model: nn.Module, samples: Samples, ran
         total = torch.zeros_like(task.counts(torch.zeros(1, classes), torch.zeros(1, dtype=torch.long), classes))
     model.train(mode)
     return task.scores(ranks.total(total), samples.classes)
+
+
+@torch.no_grad()
+def picture(config: Config, task: Task, model: nn.Module, samples: Samples, device: torch.device) -> Tensor | None:
+    """What the task has to show of a model."""
+    mode, prepare = model.training, preparation(config, device)
+    model.eval()
+
+    def predict(images: Tensor) -> Tensor:
+        with autocast(config, device):
+            output: Tensor = model(prepare(images))
+        return output.float().cpu()
+
+    shown = task.picture(samples, predict)
+    model.train(mode)
+    return shown
 
 
 class _Listed(torch.utils.data.Sampler[list[Draw]]):
@@ -665,6 +685,13 @@ class Log:
         self.write({"step": self.run.step, "epoch": float(epoch), **scores})
         # What it took is not the next steps'.
         self.at = time.perf_counter()
+
+    def picture(self, shown: Tensor | None) -> None:
+        """``predictions.png``, and the same on the board."""
+        if shown is not None:
+            write_png(shown, self.run.folder / "predictions.png")
+            if self.board is not None:
+                self.board.add_image("predictions", shown, self.run.step)
 
     def write(self, line: dict[str, Any]) -> None:
         if not self.first:

@@ -62,7 +62,7 @@ class _Bootstrapped(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, targets, weights = ctx.saved_tensors
         wide = _wide(logits, targets)
         down, across = _weights(logits.shape, targets.shape, wide)

@@ -24,7 +24,7 @@ from .config import Config
 from .data import SUFFIXES, Draw, Problem, found, number, permuted, read_image, seeded
 from .scenes import CLASSES, COLOURS, VOID, scene
 
-__all__ = ["Classes", "Pixels", "segmentation"]
+__all__ = ["Classes", "Pixels", "segmentation", "vistas_classes"]
 
 
 @dataclass(frozen=True)
@@ -93,101 +93,15 @@ CITYSCAPES = Classes(
     {**dict.fromkeys([*range(34), 255], VOID), **{value: i for i, (*_, value) in enumerate(_CITYSCAPES)}},
 )
 # Values 92 to 182 of the pixel maps of 2017, in this order; things (1 to 91), other (183) and unlabelled (0) are void.
-STUFF = tuple(
-    [
-        "banner",
-        "blanket",
-        "branch",
-        "bridge",
-        "building-other",
-        "bush",
-        "cabinet",
-        "cage",
-        "cardboard",
-        "carpet",
-        "ceiling-other",
-        "ceiling-tile",
-        "cloth",
-        "clothes",
-        "clouds",
-        "counter",
-        "cupboard",
-        "curtain",
-        "desk-stuff",
-        "dirt",
-        "door-stuff",
-        "fence",
-        "floor-marble",
-        "floor-other",
-        "floor-stone",
-        "floor-tile",
-        "floor-wood",
-        "flower",
-        "fog",
-        "food-other",
-        "fruit",
-        "furniture-other",
-        "grass",
-        "gravel",
-        "ground-other",
-        "hill",
-        "house",
-        "leaves",
-        "light",
-        "mat",
-        "metal",
-        "mirror-stuff",
-        "moss",
-        "mountain",
-        "mud",
-        "napkin",
-        "net",
-        "paper",
-        "pavement",
-        "pillow",
-        "plant-other",
-        "plastic",
-        "platform",
-        "playingfield",
-        "railing",
-        "railroad",
-        "river",
-        "road",
-        "rock",
-        "roof",
-        "rug",
-        "salad",
-        "sand",
-        "sea",
-        "shelf",
-        "sky-other",
-        "skyscraper",
-        "snow",
-        "solid-other",
-        "stairs",
-        "stone",
-        "straw",
-        "structural-other",
-        "table",
-        "tent",
-        "textile-other",
-        "towel",
-        "tree",
-        "vegetable",
-        "wall-brick",
-        "wall-concrete",
-        "wall-other",
-        "wall-panel",
-        "wall-stone",
-        "wall-tile",
-        "wall-wood",
-        "water-other",
-        "waterdrops",
-        "window-blind",
-        "window-other",
-        "wood",
-    ]
-)
+_STUFF = """
+banner blanket branch bridge building-other bush cabinet cage cardboard carpet ceiling-other ceiling-tile cloth
+clothes clouds counter cupboard curtain desk-stuff dirt door-stuff fence floor-marble floor-other floor-stone
+floor-tile floor-wood flower fog food-other fruit furniture-other grass gravel ground-other hill house leaves light
+mat metal mirror-stuff moss mountain mud napkin net paper pavement pillow plant-other plastic platform playingfield
+railing railroad river road rock roof rug salad sand sea shelf sky-other skyscraper snow solid-other stairs stone
+straw structural-other table tent textile-other towel tree vegetable wall-brick wall-concrete wall-other wall-panel
+wall-stone wall-tile wall-wood water-other waterdrops window-blind window-other wood
+"""
 
 
 def _hues(count: int) -> list[tuple[int, int, int]]:
@@ -197,7 +111,7 @@ def _hues(count: int) -> list[tuple[int, int, int]]:
 
 
 COCO_STUFF = Classes(
-    STUFF, _hues(91), {**dict.fromkeys([*range(92), 183, 255], VOID), **{92 + i: i for i in range(91)}}
+    _STUFF.split(), _hues(91), {**dict.fromkeys([*range(92), 183, 255], VOID), **{92 + i: i for i in range(91)}}
 )
 
 
@@ -319,7 +233,14 @@ def _vistas(root: Path, part: str) -> tuple[list[tuple[Path, Path]], Classes]:
     """``training/images``, ``training/labels`` (or ``training/v1.2/labels``) and the set's ``config.json``."""
     part = {"train": "training", "val": "validation"}.get(part, part)
     candidates = [root / name for name in ("config.json", "config_v1.2.json")]
-    path = next((candidate for candidate in candidates if candidate.is_file()), candidates[0])
+    labels = vistas_classes(next((candidate for candidate in candidates if candidate.is_file()), candidates[0]))
+    folder = root / part / "labels"
+    folder = folder if folder.is_dir() else root / part / "v1.2" / "labels"
+    return _matched(root / part / "images", folder, str), labels
+
+
+def vistas_classes(path: Path) -> Classes:
+    """The classes of Mapillary Vistas out of its config: those that are evaluated; the others are void."""
     try:
         labels = json.loads(path.read_text())["labels"]
         known = [(i, one) for i, one in enumerate(labels) if one.get("evaluate", True)]
@@ -330,9 +251,7 @@ def _vistas(root: Path, part: str) -> tuple[list[tuple[Path, Path]], Classes]:
     except (json.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} cannot be understood: {type(error).__name__}: {error}") from error
     meaning = {**dict.fromkeys([*range(len(labels)), 255], VOID), **{value: i for i, (value, _) in enumerate(known)}}
-    folder = root / part / "labels"
-    folder = folder if folder.is_dir() else root / part / "v1.2" / "labels"
-    return _matched(root / part / "images", folder, str), Classes(names, colours, meaning)
+    return Classes(names, colours, meaning)
 
 
 def _drawn(index: int, size: tuple[int, int], seed: int) -> tuple[Tensor, Tensor]:
@@ -476,7 +395,8 @@ class Pixels:
         if not self.training:
             return *sample, problems
         with seeded(draw.seed):
-            return *self.crop(*sample, draw.wanted), problems
+            image, label = sample
+            return *self.crop(image, label, draw.wanted), problems
 
     def crop(self, image: Tensor, label: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
         """A window of random scale and place, mirrored at random, brought to the crop's size; void and mean colour outside.

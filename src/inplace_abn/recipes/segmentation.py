@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,10 @@ from .metrics import confusion, ious, mean_iou, pixel_accuracy
 from .small import Small
 
 __all__ = ["RECIPES", "Segmentation", "fused", "predicted", "tiled"]
+
+
+# Samples of a contact sheet, and the most pixels across.
+SHOWN, WIDEST = 6, 1800
 
 
 class Segmentation:
@@ -54,6 +58,33 @@ class Segmentation:
         each = ious(counts)
         named = {f"iou/{name}": float(value) for name, value in zip(classes, each, strict=True) if value == value}
         return {"miou": mean_iou(counts), "pixel_accuracy": pixel_accuracy(counts), **named}
+
+    def picture(self, samples: pixels.Pixels, predict: Callable[[Tensor], Tensor]) -> Tensor:
+        """Image, labels and prediction of the first few samples, a row each."""
+        rows = []
+        for draw in samples.order(0, 0)[:SHOWN]:
+            image, label, _ = samples[draw]
+            if image is None or not isinstance(label, Tensor):
+                continue
+            guess = _argmax(predict(image[None]), label.shape)[0]
+            rows.append(torch.cat([image, coloured(label, samples.labels), coloured(guess, samples.labels)], 2))
+        return sheet(rows)
+
+
+def coloured(label: Tensor, classes: pixels.Classes) -> Tensor:
+    """Classes as colours, void black: uint8 of shape (3, H, W)."""
+    palette = torch.zeros(256, 3, dtype=torch.uint8)
+    palette[: len(classes.colours)] = torch.tensor(classes.colours, dtype=torch.uint8)
+    return palette[label.cpu().long()].permute(2, 0, 1)
+
+
+def sheet(rows: Sequence[Tensor]) -> Tensor:
+    """Pictures of shape (3, h, w) below each other, narrower ones padded with black; large ones are thinned out."""
+    if not rows:
+        return torch.zeros(3, 1, 1, dtype=torch.uint8)
+    small = [row[:, :: max(1, -(-row.shape[2] // WIDEST)), :: max(1, -(-row.shape[2] // WIDEST))] for row in rows]
+    width = max(row.shape[2] for row in small)
+    return torch.cat([F.pad(row, [0, width - row.shape[2]]) for row in small], 1)
 
 
 def _argmax(logits: Tensor, size: Sequence[int]) -> Tensor:
@@ -207,8 +238,8 @@ RECIPES: tuple[Config, ...] = (
         Data("scenes", resize=64, crop=64, length=320, workers=0, cache=True),
         Augment(colour=0.0, lighting=0.0, scale_low=0.8, scale_high=1.25),
         Loss(hardest=1.0),
-        Optim(lr=0.1, weight_decay=1e-4, decay="weights", schedule="cosine", warmup=0.5),
-        Train(epochs=8, batch=16, log_every=20, evaluate_every=4),
+        Optim("adamw", lr=4e-3, weight_decay=1e-2, decay="weights", schedule="cosine", warmup=1),
+        Train(epochs=12, batch=16, log_every=20, evaluate_every=6),
     ),
     Config(
         "camvid",

@@ -22,7 +22,8 @@ def peak_bytes(config: Config, task: Task, classes: int, images: int) -> int:
         model = task.build(dataclasses.replace(config, network=network), classes)
     crop = config.data.crop
     shape = (images, 3, crop, crop)
-    return forecast(model, shape, getattr(torch, config.train.dtype), 1 if config.optim.momentum else 0)[1]
+    states = 2 if config.optim.name == "adamw" else int(config.optim.momentum > 0)
+    return forecast(model, shape, getattr(torch, config.train.dtype), states)[1]
 
 
 def largest_batch(config: Config, task: Task, classes: int, memory: int) -> int | None:

@@ -66,11 +66,12 @@ def lively(model: nn.Module) -> nn.Module:
 
 def image(model: nn.Module, name: str, seed: int = 0, images: int = 6) -> torch.Tensor:
     """A batch as small as the network takes it."""
-    fixed = getattr(model, "pretrained_cfg", {}).get("fixed_input_size", False)
+    known = getattr(model, "pretrained_cfg", {})
+    # Attention over blocks of pixels wants a multiple of their size at every stride.
+    fixed = known.get("fixed_input_size", False) or "halo" in name or ":bat_" in name
     size = model.pretrained_cfg["input_size"][-1] if fixed else {"torchvision:inception_v3": 299}.get(name, 96)
     size = 224 if name.endswith(("maxvit_t", "_224")) else size
-    # Attention over blocks of eight pixels at stride 32.
-    size = 256 if name.endswith("_256") or "halo" in name or ":bat_" in name else size
+    size = 256 if name.endswith("_256") else size
     return torch.randn(images, 3, size, size, generator=torch.Generator().manual_seed(seed))
 
 

@@ -165,3 +165,72 @@ def test_the_page_in_a_browser(tmp_path):
         capture_output=True, timeout=120,
     )  # fmt: skip
     assert shot.returncode == 0 and (tmp_path / "page.png").stat().st_size > 5_000
+
+
+def test_recipes_are_listed_one_per_line_and_explained(capsys):
+    assert cli.main(["recipes"]) == 0
+    listed = capsys.readouterr().out.split()
+    assert "resnext101-inplace-512" in listed and "vistas-wide-resnet38-sync-12x776-uniform" in listed
+    assert cli.main(["recipes", "imagenette"]) == 0
+    assert "optim.lr" in capsys.readouterr().out
+
+
+TINY = ["data.length=8", "data.resize=16", "data.crop=12", "train.batch=4", "train.epochs=1", "train.log_every=1"]
+SETS = [part for change in TINY for part in ("--set", change)]
+
+
+def test_training_and_evaluation_with_another_activation(tmp_path, capsys):
+    folder = str(tmp_path / "run")
+    assert cli.main(["train", "embedded-classify", "--device", "cpu", "--out", folder, *SETS]) == 0
+    assert "top1" in capsys.readouterr().out
+    scores = {}
+    for activation in ("leaky_relu", "relu"):
+        file = tmp_path / f"{activation}.json"
+        assert cli.main(["evaluate", folder, "--device", "cpu", "--activation", activation, "--json", str(file)]) == 0
+        scores[activation] = json.loads(file.read_text())
+    assert scores["relu"]["val_loss"] != scores["leaky_relu"]["val_loss"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "resnext"], "recipe 'resnext' is unknown; one of: resnext101-stdbn-relu-256"),
+        (["train", "imagenette"], "imagenette needs data: --data FOLDER"),
+        (["train", "imagenette", "--data", "nowhere"], "there is no folder nowhere"),
+        (
+            ["train", "embedded-classify", "--set", "optim.rate=1"],
+            "setting 'optim.rate' is unknown; names: network.name",
+        ),
+        (["evaluate", "nowhere"], "nowhere is not the folder of a run"),
+        (["evaluate", "nowhere", "--view", "nine"], "nowhere is not the folder of a run"),
+        (["predict", "nowhere", ".", "out", "--scales", "0"], "numbers above 0"),
+        (["recipes", "resnext"], "is unknown; one of"),
+        (["train", "embedded-classify", "--find-batch-size", "--device", "cpu"], "give --memory"),
+    ],
+)
+def test_mistakes_in_training_are_told_in_a_line(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("inplace-abn: ") and message in said and "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_out_of_memory_comes_with_what_would_fit(tmp_path, capsys, monkeypatch):
+    from inplace_abn.recipes import loop
+
+    def full(*arguments, **options):
+        raise torch.OutOfMemoryError("Tried to allocate 7 GiB.")
+
+    monkeypatch.setattr(loop, "train", full)
+    monkeypatch.setattr(cli, "_memory", lambda device: 10**7)
+    options = ["--set", "network.norm=standard", "--out", str(tmp_path / "run")]
+    assert cli.main(["train", "embedded-classify", *options]) == 1
+    said = capsys.readouterr().err
+    assert "out of memory: Tried to allocate 7 GiB" in said and "network.norm=inplace" in said and "fits" in said
+
+
+def test_the_largest_batch_is_found_without_training(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "embedded-segment", "--find-batch-size", "--memory", "100MB"]) == 0
+    assert "largest batch of a rank" in capsys.readouterr().out and not list(tmp_path.iterdir())

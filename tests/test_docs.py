@@ -271,3 +271,19 @@ def test_what_fits_12_gigabytes_is_the_committed_measurement():
                     assert fixed == 224 or more >= (in_place / standard) ** power - 1
     for r in read("steps-H200-torch2.11.0-triton3.6.0.csv"):
         assert f"{r['median_ms']} ms ({r['p10_ms']}–{r['p90_ms']}), {r['peak_gib']} GiB" in text
+
+
+def test_the_photographs_are_the_committed_measurement():
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    runs: dict[tuple[str, str], dict[int, float]] = {}
+    for r in read("imagenette-H200-torch2.11.0-triton3.6.0.csv"):
+        if r["study"] == "norm":
+            runs.setdefault((r["variant"], r["dtype"]), {})[int(r["seed"])] = 100 * float(r["top1"])
+        elif r["gpu_busy"]:
+            assert f"busy for {float(r['gpu_busy']):.0%} of it".replace("%", " %") in text
+        else:
+            assert f"{100 * float(r['data_wait']):.1f} % of its time waiting" in text
+    for (variant, dtype), by_seed in runs.items():
+        each = [f"{by_seed[seed]:.1f}" for seed in sorted(by_seed)]
+        mean = sum(by_seed.values()) / len(by_seed)
+        assert len(each) == 3 and f"| {variant} | {dtype} | {', '.join(each)} | {mean:.1f} |" in text

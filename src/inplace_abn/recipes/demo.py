@@ -172,7 +172,7 @@ def compare(config: Config, device: torch.device, folder: Path) -> list[Trained]
 def main(arguments: list[str] | None = None) -> list[Trained]:
     """The command behind ./run."""
     parser = argparse.ArgumentParser(prog="./run", description=__doc__)
-    parser.add_argument("--epochs", type=int, default=8, help="of each network")
+    parser.add_argument("--epochs", type=int, default=16, help="of each network")
     parser.add_argument("--scenes", type=int, default=320, help="scenes to train on; a quarter as many to test")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--height", type=int, default=64, help="of a scene, which is twice as wide")

@@ -306,30 +306,21 @@ class Run:
     def __init__(
         self, config: Config, task: Task, folder: Path, resume: bool, ranks: Ranks, tell: Callable[[str], None] | None
     ) -> None:
-        self.config = config
-        state = opened(config, folder, resume, ranks)
-        self.task, self.folder, self.ranks, self.device = task, folder, ranks, ranks.device
+        self.config, self.task, self.folder, self.ranks, self.device = config, task, folder, ranks, ranks.device
         settle(config, self.device)
         self.samples, self.val = task.samples(config, "train"), task.samples(config, "val")
-        steps = config.train.epochs * (len(self.samples) // config.train.batch)
-        self.step = state["step"] if state else 0
-        self.order = Order(
-            self.samples,
-            config.train.batch,
-            steps,
-            self.step,
-            ranks.rank,
-            ranks.count,
-            config.train.accumulate,
-            config.train.seed,
-        )
-        self.steps, self.per_epoch = steps, self.order.per_epoch
+        spread = {"rank": ranks.rank, "ranks": ranks.count, "parts": config.train.accumulate, "seed": config.train.seed}
+        self.steps = config.train.epochs * (len(self.samples) // config.train.batch)
+        self.order = Order(self.samples, config.train.batch, self.steps, **spread)
+        self.per_epoch = self.order.per_epoch
         torch.manual_seed(number(config.train.seed, "weights"))
         self.model = built(config, task, len(self.samples.classes), self.device)
         self.optimizer = optimizer(self.model, config.optim)
-        half = config.train.dtype == "float16"
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.train.dtype == "float16")
         self.ema = averaged(self.model, config.optim.ema) if config.optim.ema else None
+        # Only now, when there is nothing left to complain of: a folder is made, or the state in it taken over.
+        state = opened(config, folder, resume, ranks)
+        self.step = self.order.start = state["step"] if state else 0
         if state:
             self.restore(state)
         net: nn.Module = self.model

@@ -236,10 +236,10 @@ RECIPES: tuple[Config, ...] = (
         "segmentation",
         Network("small"),
         Data("scenes", resize=64, crop=64, length=320, workers=0, cache=True),
-        Augment(colour=0.0, lighting=0.0, scale_low=0.8, scale_high=1.25),
+        Augment(colour=0.0, lighting=0.0, scale_low=1.0, scale_high=1.0),
         Loss(hardest=1.0),
         Optim("adamw", lr=4e-3, weight_decay=1e-2, decay="weights", schedule="cosine", warmup=1),
-        Train(epochs=12, batch=16, log_every=20, evaluate_every=6),
+        Train(epochs=16, batch=16, log_every=20, evaluate_every=8),
     ),
     Config(
         "camvid",

@@ -1,11 +1,15 @@
-"""Training runs of a recipe side by side, each variant with several seeds: accuracy, speed and peak memory.
+"""Training runs of recipes, each variant with several seeds: scores, speed and peak memory.
 
-    python benchmarks/recipes.py --data FOLDER [--seeds 3] [--beside 3] [--out benchmarks/results]      # on a GPU
+    python benchmarks/recipes.py --study alone norm activation ranks --data imagenette=FOLDER       # on a GPU
+    python benchmarks/recipes.py --study camvid --data camvid=FOLDER
 
-The folder is of the ImageNet layout; the recipe is ``imagenette``. First one run alone, with the share of time in which the GPU
-was busy; then standard batch norm and in-place ABN, variants I and II, in bfloat16 and float32; then the paper's question of
-Table 1: trained with ReLU or leaky ReLU, evaluated with either; then statistics over two processes against one, with a smaller
-network. Runs go beside each other, so their speeds are not comparable; the first row's is.
+alone: one run of ``imagenette`` by itself, and the share of time in which the GPU was busy. norm: standard batch norm and in-place
+ABN, variants I and II, in bfloat16 and float32. activation: the paper's question of Table 1, trained with ReLU or leaky ReLU,
+evaluated with either. ranks: statistics over two processes against one, with a smaller network. camvid: the columns of the paper's
+Table 3, standard, in place at the same settings, and in place with more or with larger crops, scored on the test images.
+
+Runs go beside each other (--beside), so their speeds are not comparable but for the study "alone" and with --beside 1. Rows of
+studies that are not run again stay in the file.
 """
 
 from __future__ import annotations
@@ -19,36 +23,91 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from layer import gpu_file, gpu_name
 
-COLUMNS = ["study", "variant", "evaluated", "dtype", "seed", "epochs", "top1", "images_per_second", "data_wait"]
-COLUMNS += ["peak_gib", "gpu_busy", "gpu", "torch", "triton"]
+COLUMNS = [
+    "study",
+    "recipe",
+    "variant",
+    "evaluated",
+    "dtype",
+    "seed",
+    "epochs",
+    "score",
+    "images_per_second",
+    "data_wait",
+]
+COLUMNS += ["peak_gib", "gpu_busy", "settings", "gpu", "torch", "triton"]
 CLI = ["-m", "inplace_abn.cli"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A variant of a recipe; what else it is evaluated with, by name."""
+
+    recipe: str
+    variant: str
+    changes: tuple[str, ...]
+    dtype: str = "bfloat16"
+    ranks: int = 1
+    evaluations: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+EITHER = {name: ("--activation", name) for name in ("relu", "leaky_relu")}
+TEST = {"test": ("--set", "data.validation=test")}
+SMALL = ("network.name=resnet18", "data.workers=4")
+STUDIES = {
+    "alone": [Job("imagenette", "inplace", ("network.norm=inplace",))],
+    "norm": [
+        Job("imagenette", norm, (f"network.norm={norm}",), dtype)
+        for dtype in ("bfloat16", "float32")
+        for norm in ("standard", "inplace", "inplace-1")
+    ],
+    "activation": [
+        Job("imagenette", name, ("network.norm=standard", f"network.activation={name}"), evaluations=EITHER)
+        for name in EITHER
+    ],
+    "ranks": [
+        Job("imagenette", "one process", (*SMALL, "network.norm=inplace")),
+        Job("imagenette", "two processes", (*SMALL, "network.norm=sync"), ranks=2),
+    ],
+    "camvid": [
+        Job("camvid", "standard", ("network.norm=standard",), evaluations=TEST),
+        Job("camvid", "in place", ("network.norm=inplace",), evaluations=TEST),
+        Job("camvid", "in place, more crops", ("network.norm=inplace", "train.batch=26"), evaluations=TEST),
+        Job("camvid", "in place, larger crops", ("network.norm=inplace", "data.crop=416"), evaluations=TEST),
+    ],
+}
 
 
 def command(*arguments: str, ranks: int = 1) -> str:
     spread = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    done = subprocess.run([sys.executable, *spread, *CLI, *arguments], capture_output=True, text=True, timeout=550)
+    done = subprocess.run([sys.executable, *spread, *CLI, *arguments], capture_output=True, text=True, timeout=590)
     if done.returncode:
         raise RuntimeError(f"{' '.join(arguments)}: {done.stderr[-1500:]}")
     return done.stdout
 
 
-def settings(pairs: Iterable[str]) -> list[str]:
+def assigned(pairs: Iterable[str]) -> list[str]:
     return [part for pair in pairs for part in ("--set", pair)]
 
 
-def run(data: str, folder: Path, changes: list[str], ranks: int = 1) -> dict[str, Any]:
+def first_score(scores: dict[str, float]) -> float:
+    return scores["top1"] if "top1" in scores else scores["miou"]
+
+
+def train(job: Job, data: str, folder: Path, changes: list[str]) -> dict[str, Any]:
     """Train; what the log says at the end, and typical speed and waiting."""
-    command("train", "imagenette", "--data", data, "--out", str(folder), *settings(changes), ranks=ranks)
+    command("train", job.recipe, "--data", data, "--out", str(folder), *assigned(changes), ranks=job.ranks)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "lr" in line][1:]
-    figures = {
-        "top1": lines[-1]["top1"],
+    figures: dict[str, Any] = {
+        "score": first_score(lines[-1]),
         "images_per_second": f"{statistics.median(s['images_per_second'] for s in steps):.0f}",
         "data_wait": f"{statistics.median(s['data_wait'] for s in steps):.3f}",
     }
@@ -57,7 +116,7 @@ def run(data: str, folder: Path, changes: list[str], ranks: int = 1) -> dict[str
     return figures
 
 
-def busy(data: str, changes: list[str]) -> float:
+def busy(job: Job, data: str, changes: list[str]) -> float:
     """Share of time in which a kernel or copy ran, over 30 steps in the middle of a run. Profiling costs the host time."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -65,7 +124,7 @@ def busy(data: str, changes: list[str]) -> float:
     from inplace_abn.recipes.config import override
     from inplace_abn.recipes.loop import Ranks, Run
 
-    config = override(named("imagenette"), [f"data.path={data}", *changes])
+    config = override(named(job.recipe), [f"data.path={data}", *changes])
     with tempfile.TemporaryDirectory() as folder:
         training = Run(config, task_of(config), Path(folder), False, Ranks(None), print)
         batches = iter(training.batches())
@@ -76,11 +135,8 @@ def busy(data: str, changes: list[str]) -> float:
             for _ in range(30):
                 training.one_step(batches)
             torch.cuda.synchronize()
-    spans = sorted(
-        (e.start_ns(), e.start_ns() + e.duration_ns())
-        for e in profiled.profiler.kineto_results.events()
-        if "CUDA" in str(e.device_type())
-    )
+    events = [e for e in profiled.profiler.kineto_results.events() if "CUDA" in str(e.device_type())]
+    spans = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events)
     covered, until = 0, spans[0][0]
     for start, end in spans:
         covered += max(0, end - max(start, until))
@@ -90,14 +146,16 @@ def busy(data: str, changes: list[str]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--study", nargs="+", choices=STUDIES, default=list(STUDIES))
+    parser.add_argument("--data", action="append", default=[], metavar="RECIPE=FOLDER")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--beside", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--set", action="append", default=[], help="more settings, for all runs")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--busy", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    data = dict(pair.split("=", 1) for pair in given.data)
     common = [
         f"train.epochs={given.epochs}",
         f"train.evaluate_every={given.epochs}",
@@ -105,98 +163,55 @@ def main() -> None:
         *given.set,
     ]
     if given.busy:
-        print(json.dumps(busy(given.data, common)))
+        (job,) = STUDIES["alone"]
+        print(json.dumps(busy(job, data[job.recipe], [*common, *job.changes])))
         return
     import triton
 
-    where = {"epochs": given.epochs, "gpu": gpu_name(), "torch": torch.__version__, "triton": triton.__version__}
-    with gpu_file(given.out, "imagenette").open("w", newline="") as file, tempfile.TemporaryDirectory() as scratch:
+    path = gpu_file(given.out, "recipes")
+    kept = []
+    if path.exists():
+        with path.open(newline="") as file:
+            kept = [row for row in csv.DictReader(file) if row["study"] not in given.study]
+    where = {"epochs": given.epochs, "settings": " ".join(given.set), "gpu": gpu_name()}
+    where |= {"torch": torch.__version__, "triton": triton.__version__}
+    with path.open("w", newline="") as file, tempfile.TemporaryDirectory() as scratch:
         rows = csv.DictWriter(file, COLUMNS)
         rows.writeheader()
+        rows.writerows(kept)
 
         def note(**row: Any) -> None:
             rows.writerow({**where, **row})
             file.flush()
             print(row, flush=True)
 
-        def trained(study: str, variant: str, dtype: str, seed: int, changes: list[str], ranks: int = 1) -> Path | None:
-            folder = Path(scratch) / f"{study}-{variant}-{dtype}-{seed}".replace(" ", "-")
-            every = [*common, f"train.dtype={dtype}", f"train.seed={seed}", *changes]
+        def run(study: str, job: Job, seed: int) -> None:
+            folder = Path(scratch) / f"{study}-{job.variant}-{job.dtype}-{seed}".replace(" ", "-")
+            changes = [*common, f"train.dtype={job.dtype}", f"train.seed={seed}", *job.changes]
+            of = {"study": study, "recipe": job.recipe, "variant": job.variant, "dtype": job.dtype, "seed": seed}
             try:
-                figures = run(given.data, folder, every, ranks)
+                note(**of, evaluated="val", **train(job, data[job.recipe], folder, changes))
+                for name, options in job.evaluations.items():
+                    scores = folder / f"{name}.json"
+                    command("evaluate", str(folder), *options, "--json", str(scores))
+                    note(**of, evaluated=name, score=first_score(json.loads(scores.read_text())))
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 print(error, file=sys.stderr, flush=True)
-                return None
-            note(study=study, variant=variant, dtype=dtype, seed=seed, evaluated="as trained", **figures)
-            return folder
 
-        trained("alone", "inplace", "bfloat16", 0, ["network.norm=inplace"])
-        done = subprocess.run(
-            [
-                sys.executable,
-                __file__,
-                "--data",
-                given.data,
-                "--epochs",
-                str(given.epochs),
-                "--busy",
-                *settings(given.set),
-            ],
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
+        if "alone" in given.study:
+            (job,) = STUDIES["alone"]
+            run("alone", job, 0)
+            again = ["--epochs", str(given.epochs), "--busy", *assigned(given.set), "--data", given.data[0]]
+            done = subprocess.run([sys.executable, __file__, *again], capture_output=True, text=True)
             print(done.stderr[-1500:], file=sys.stderr)
-        else:
-            note(
-                study="alone",
-                variant="inplace",
-                dtype="bfloat16",
-                seed=0,
-                gpu_busy=f"{float(done.stdout.splitlines()[-1]):.3f}",
-            )
-        seeds = range(given.seeds)
+            if not done.returncode:
+                share = f"{float(done.stdout.splitlines()[-1]):.3f}"
+                note(study="alone", recipe=job.recipe, variant=job.variant, dtype=job.dtype, seed=0, gpu_busy=share)
         with ThreadPoolExecutor(given.beside) as pool:
-            relu = {
-                seed: pool.submit(
-                    trained,
-                    "norm",
-                    "standard, ReLU",
-                    "bfloat16",
-                    seed,
-                    ["network.norm=standard", "network.activation=relu"],
-                )
-                for seed in seeds
-            }
-            norms = {
-                (norm, dtype, seed): pool.submit(trained, "norm", norm, dtype, seed, [f"network.norm={norm}"])
-                for dtype in ("bfloat16", "float32")
-                for norm in ("standard", "inplace", "inplace-1")
-                for seed in seeds
-            }
-
-            def evaluated(folder: Path | None, variant: str, activation: str, seed: int) -> None:
-                if folder is None:
-                    return
-                scores = folder / f"{activation}.json"
-                command("evaluate", str(folder), "--activation", activation, "--json", str(scores))
-                note(
-                    study="activation",
-                    variant=variant,
-                    dtype="bfloat16",
-                    seed=seed,
-                    evaluated=activation,
-                    top1=json.loads(scores.read_text())["top1"],
-                )
-
-            for seed in seeds:
-                for variant, wait in (("relu", relu[seed]), ("leaky_relu", norms["standard", "bfloat16", seed])):
-                    for activation in ("relu", "leaky_relu"):
-                        pool.submit(evaluated, wait.result(), variant, activation, seed)
-            small = ["network.name=resnet18", "data.workers=4"]
-            for seed in seeds:
-                pool.submit(trained, "ranks", "one process", "bfloat16", seed, [*small, "network.norm=inplace"])
-                pool.submit(trained, "ranks", "two processes", "bfloat16", seed, [*small, "network.norm=sync"], 2)
+            for study in given.study:
+                for job in STUDIES[study] if study != "alone" else []:
+                    for seed in range(given.seeds):
+                        pool.submit(run, study, job, seed)
 
 
 if __name__ == "__main__":

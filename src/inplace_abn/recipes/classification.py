@@ -105,10 +105,10 @@ RECIPES: tuple[Config, ...] = (
     _small(
         "imagenette",
         Network("wide_resnet38"),
-        Data("folder", resize=0, crop=112, evaluate_resize=0, evaluate_crop=112, workers=12, cache=True),
-        Augment(colour=0.2, lighting=0.0),
+        Data("folder", resize=0, crop=128, evaluate_resize=0, evaluate_crop=0, workers=12, cache=True),
+        Augment(pad=8, colour=0.2, lighting=0.0),
         _COSINE,
-        Train(epochs=30, batch=128, dtype="bfloat16", evaluate_every=5),
+        Train(epochs=20, batch=256, dtype="bfloat16", evaluate_every=5),
     ),
     _small(
         "fashion-mnist",

@@ -3,10 +3,10 @@
     python benchmarks/recipes.py --study alone norm activation ranks --data imagenette=FOLDER       # on a GPU
     python benchmarks/recipes.py --study camvid --data camvid=FOLDER
 
-alone: one run of ``imagenette`` by itself, and the share of time in which the GPU was busy. norm: standard batch norm and in-place
-ABN, variants I and II, in bfloat16 and float32. activation: the paper's question of Table 1, trained with ReLU or leaky ReLU,
-evaluated with either. ranks: statistics over two processes against one, with a smaller network. camvid: the columns of the paper's
-Table 3, standard, in place at the same settings, and in place with more or with larger crops, scored on the test images.
+alone: one run of ``imagenette`` by itself, and the share of time in which the GPU was busy. norm: standard batch norm and
+in-place ABN, variants I and II, in bfloat16 and float32. activation: the paper's question of Table 1, trained with ReLU or leaky
+ReLU, evaluated with either. ranks: statistics over two processes against one, with a smaller network. camvid: the columns of the
+paper's Table 3, standard, in place at the same settings, and in place with more or with larger crops, scored on the test images.
 
 Runs go beside each other (--beside), so their speeds are not comparable but for the study "alone" and with --beside 1. Rows of
 studies that are not run again stay in the file.

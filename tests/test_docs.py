@@ -287,3 +287,17 @@ def test_the_photographs_are_the_committed_measurement():
         each = [f"{by_seed[seed]:.1f}" for seed in sorted(by_seed)]
         mean = sum(by_seed.values()) / len(by_seed)
         assert len(each) == 3 and f"| {variant} | {dtype} | {', '.join(each)} | {mean:.1f} |" in text
+
+
+def test_class_uniform_sampling_is_the_committed_measurement():
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    rows = read("sampling-camvid.csv")
+    for r in rows:
+        figures = [r[k] for k in ("pixels_plain", "pixels_uniform", "crops_plain", "crops_uniform")]
+        assert f"| {r['class']} | {' | '.join(figures)} |" in text
+    rare = min(rows, key=lambda r: float(r["pixels_plain"]))
+    assert float(rare["pixels_uniform"]) > 1.3 * float(rare["pixels_plain"])
+    # Draws are of classes: none is left out, and none is drawn for more than four deviations beyond its share.
+    drawn = [int(r["draws"]) for r in rows]
+    share = sum(drawn) / len(drawn)
+    assert sum(drawn) == int(rare["crops"]) and max(abs(d - share) for d in drawn) <= 4 * share**0.5

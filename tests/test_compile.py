@@ -220,6 +220,11 @@ def test_the_operators_are_what_they_say():
         torch.library.opcheck(forward, (x.clone(), weight, bias, *buffers, 0.1, 1e-5, *rest))
         torch.library.opcheck(forward, (x.clone(), None, None, None, None, None, None, 1e-5, *rest))
         torch.library.opcheck(backward, (torch.randn_like(x), x, weight, bias, torch.rand(4), *rest, "II"))
+        r = torch.randn_like(x)
+        torch.library.opcheck(forward, (x.clone(), weight, bias, *buffers, 0.1, 1e-5, *rest, r))
+        for need_r in (False, True):
+            saved = (torch.randn_like(x), x, weight, bias, torch.rand(4), *rest, "I")
+            torch.library.opcheck(backward, (*saved, r, need_r))
 
 
 def test_second_derivatives_raise():

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bounds import reordered
 from inplace_abn import ABN, ACTIVATIONS, InPlaceABN, models, recompute, saved_bytes
-from live import peak_of_a_step
+from inplace_abn.memory import LiveBytes
 
 room = importlib.import_module("inplace_abn.recompute")
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no inverse")
@@ -283,6 +283,17 @@ class Standard(ABN):
 
 
 SHAPE = (4, 3, 224, 224)
+
+
+def peak_of_a_step(net: torch.nn.Module, *shape: int) -> tuple[int, int]:
+    """Bytes alive between forward and backward on the meta device, and the most at once; parameters aside."""
+    x = torch.empty(*shape, device="meta")
+    with LiveBytes() as live:
+        live.know(x, *net.parameters(), *net.buffers())
+        loss = net(x).sum()
+        between = live.now
+        loss.backward()
+    return between, live.peak
 
 
 @functools.cache

@@ -241,7 +241,14 @@ def folder(tmp_path):
 
 def imagenet(folder, *changes) -> Config:
     plain = ["data.resize=0", "data.crop=8", "data.evaluate_resize=0", "data.evaluate_crop=8", "data.cache=false"]
-    plain += ["data.workers=0", "augment.colour=0", "augment.lighting=0", "network.name=small", "train.dtype=float32"]
+    plain += [
+        "data.workers=0",
+        "augment.pad=0",
+        "augment.colour=0",
+        "augment.lighting=0",
+        "network.name=small",
+        "train.dtype=float32",
+    ]
     return override(named("imagenette"), [f"data.path={folder}", *plain, *changes])
 
 
@@ -513,6 +520,32 @@ def test_faults_of_data_sets_are_named(fault, tmp_path):
     break_it(tmp_path)
     with pytest.raises((ValueError, OSError), match=said):
         read_all(tmp_path, "pairs", "data.corrupt=raise")
+
+
+def test_images_of_different_sizes_are_evaluated_one_by_one(tmp_path):
+    pairs(tmp_path, size=(16, 16))
+    pairs(tmp_path, part="val", count=2)
+    png(tmp_path / "val" / "images" / "2.png", picture(2, (30, 18)))
+    gray(tmp_path / "val" / "labels" / "2.png", torch.zeros(30, 18))
+    config = config_of(tmp_path, "pairs", "network.name=small", "train.batch=2", "train.epochs=1", "data.workers=0")
+    scores = train(config, task_of(config), tmp_path / "run", device=CPU, tell=lambda line: None)
+    assert 0 <= scores["miou"] <= 1 and set(scores) >= {"iou/class 0", "pixel_accuracy"}
+    assert read_image(tmp_path / "run" / "predictions.png").shape == (3, 20 + 20 + 30, 3 * 24)
+
+
+def test_data_sets_travel_to_workers_that_are_not_forked(folder, tmp_path):
+    import pickle
+
+    (tmp_path / "pairs").mkdir()
+    pairs(tmp_path / "pairs")
+    sets = [data.classification(imagenet(folder, "augment.lighting=0.1"), split) for split in ("train", "val")]
+    sets.append(data.classification(imagenet(folder, "data.evaluate_resize=12"), "val", "ten"))
+    sets.append(data.classification(named("embedded-classify"), "val"))
+    sets.append(pixels.segmentation(config_of(tmp_path / "pairs"), "train"))
+    sets.append(pixels.segmentation(named("embedded-segment"), "val"))
+    for samples in sets:
+        draw = samples.order(0, 0)[1]
+        assert torch.equal(pickle.loads(pickle.dumps(samples))[draw][0], samples[draw][0])
 
 
 # Predictions.

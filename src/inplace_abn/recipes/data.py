@@ -64,6 +64,8 @@ class Samples(Protocol):
     """A data set of a recipe."""
 
     classes: Sequence[str]
+    # Whether the images of an evaluation have one size; else they are looked at one by one.
+    alike: bool
 
     def __len__(self) -> int:
         """Samples of an epoch."""
@@ -236,7 +238,7 @@ class Images:
 
     Args:
         items: a way to get each image, and its class.
-        names: what to call an item in messages.
+        names: what to call the items in messages.
         classes: names of the classes.
         config: of the run.
         view: None for training; else what makes of an image the one that is evaluated, or several stacked.
@@ -245,14 +247,15 @@ class Images:
     def __init__(
         self,
         items: Sequence[Item],
-        names: Callable[[int], str],
+        names: Sequence[str],
         classes: Sequence[str],
         config: Config,
         view: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        self.items, self.name_of, self.classes, self.config = items, names, classes, config
+        self.items, self.names, self.classes, self.config = items, names, classes, config
         self.view = view if view is not None else augmentation(config)
         self.training = view is None
+        self.alike = config.data.evaluate_crop > 0
         self.cache: list[Tensor | Problem] | None = None
         if config.data.cache and self.training:
             with ThreadPoolExecutor() as pool:
@@ -271,7 +274,7 @@ class Images:
         try:
             return self.items[index][0]()
         except (OSError, ValueError) as error:
-            return Problem(self.name_of(index), str(error) or type(error).__name__)
+            return Problem(self.names[index], str(error) or type(error).__name__)
 
     def __getitem__(self, draw: Draw) -> tuple[Tensor | None, int, list[Problem]]:
         index, image, problems = found(draw, self._read, len(self), self.config, self.training)
@@ -318,7 +321,7 @@ def augmentation(config: Config) -> Callable[[Tensor], Tensor]:
     if augment.colour:
         steps.append(v2.ColorJitter(augment.colour, augment.colour, augment.colour))
     if augment.lighting:
-        steps.append(lambda image: lit(image, augment.lighting))
+        steps.append(functools.partial(lit, spread=augment.lighting))
     composed: Callable[[Tensor], Tensor] = v2.Compose(steps)
     return composed
 
@@ -344,8 +347,13 @@ def centre(config: Config, resize: int | None = None, crop: int | None = None) -
 def ten(config: Config) -> Callable[[Tensor], Tensor]:
     """Four corners and the centre, and their mirror images, stacked."""
     v2 = torchvision("transforms.v2")
-    cut = v2.Compose([v2.Resize(config.data.evaluate_resize, antialias=True), v2.TenCrop(config.data.evaluate_crop)])
-    return lambda image: torch.stack(list(cut(image)))
+    cut = [v2.Resize(config.data.evaluate_resize, antialias=True), v2.TenCrop(config.data.evaluate_crop), _stacked]
+    composed: Callable[[Tensor], Tensor] = v2.Compose(cut)
+    return composed
+
+
+def _stacked(views: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(views))
 
 
 # Ways to look at an image in an evaluation: the config's own; the paper's ten crops; its larger centre, smallest side 320.
@@ -383,7 +391,7 @@ def _folder(root: Path, config: Config, split: str, look: Any) -> Images:
         for path in found:
             paths.append(path)
             items.append((functools.partial(read_image, path), label))
-    return Images(items, lambda i: str(paths[i]), classes, config, look)
+    return Images(items, [str(path) for path in paths], classes, config, look)
 
 
 def _classes(folder: Path) -> list[str]:
@@ -400,7 +408,8 @@ def _idx(root: Path, config: Config, split: str, look: Any) -> Images:
     if len(images) != len(labels):
         raise ValueError(f"{len(images)} images but {len(labels)} labels in {root}")
     items: list[Item] = [(functools.partial(_gray, images, i), int(label)) for i, label in enumerate(labels)]
-    return Images(items, lambda i: f"{stem} image {i}", [str(i) for i in range(int(labels.max()) + 1)], config, look)
+    names = [f"{stem} image {i}" for i in range(len(items))]
+    return Images(items, names, [str(i) for i in range(int(labels.max()) + 1)], config, look)
 
 
 def _gray(images: Tensor, index: int) -> Tensor:
@@ -429,7 +438,7 @@ def _scene_kinds(config: Config, split: str, look: Any) -> Images:
     size = (config.data.resize, config.data.resize)
     seed = 1 if split == "train" else 2
     items: list[Item] = [(functools.partial(_drawn, i, size, seed), i % len(KINDS)) for i in range(length)]
-    return Images(items, lambda i: f"scene {i}", KINDS, config, look)
+    return Images(items, [f"scene {i}" for i in range(length)], KINDS, config, look)
 
 
 def _drawn(index: int, size: tuple[int, int], seed: int) -> Tensor:

@@ -498,6 +498,7 @@ def evaluate(config: Config, task: Task, model: nn.Module, samples: Samples, ran
     model.eval()
     prepare = preparation(config, ranks.device)
     batch = (config.train.evaluate_batch or config.train.batch // config.train.accumulate) // ranks.count or 1
+    batch = batch if samples.alike else 1
     mine = list(samples.order(config.train.seed, 0))[ranks.rank :: ranks.count]
     shares = [mine[i : i + batch] for i in range(0, len(mine), batch)]
     classes = len(samples.classes)

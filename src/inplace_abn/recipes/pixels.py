@@ -123,9 +123,8 @@ def segmentation(config: Config, split: str) -> Pixels:
         length = data.length if training else data.length // 4
         size, seed = (data.resize, 2 * data.resize), 1 if training else 2
         read = functools.partial(_drawn, size=size, seed=seed)
-        return Pixels(
-            length, read, lambda i: f"scene {i}", plain(CLASSES, COLOURS), config, training, f"scenes {size} {seed}"
-        )
+        titles = [f"scene {i}" for i in range(length)]
+        return Pixels(titles, read, plain(CLASSES, COLOURS), config, training, f"scenes {size} {seed} {length}")
     if not data.path:
         raise ValueError(f"{config.recipe} needs data: --data FOLDER")
     root = Path(data.path)
@@ -139,16 +138,9 @@ def segmentation(config: Config, split: str) -> Pixels:
         "vistas": _vistas,
     }
     pairs, classes = listing[data.kind](root, part)
-    table = classes.table()
-    return Pixels(
-        len(pairs),
-        lambda i: _read(*pairs[i], classes, table),
-        lambda i: str(pairs[i][0]),
-        classes,
-        config,
-        training,
-        "\n".join(f"{label} {label.stat().st_size}" for _, label in pairs),
-    )
+    read = functools.partial(_read_pair, pairs, classes)
+    identity = "\n".join(f"{label} {label.stat().st_size}" for _, label in pairs)
+    return Pixels([str(image) for image, _ in pairs], read, classes, config, training, identity)
 
 
 def _matched(images: Path, labels: Path, key: Callable[[str], str]) -> list[tuple[Path, Path]]:
@@ -259,12 +251,13 @@ def _drawn(index: int, size: tuple[int, int], seed: int) -> tuple[Tensor, Tensor
     return (255 * image).round_().to(torch.uint8), label.to(torch.uint8)
 
 
-def _read(image: Path, label: Path, classes: Classes, table: Tensor) -> tuple[Tensor, Tensor]:
+def _read_pair(pairs: Sequence[tuple[Path, Path]], classes: Classes, index: int) -> tuple[Tensor, Tensor]:
+    image, label = pairs[index]
     picture, values = read_image(image), read_label(label)
     if picture.shape[1:] != values.shape:
         sizes = ["×".join(map(str, reversed(t.shape[-2:]))) for t in (picture, values)]
         raise Fault(f"{image} has {sizes[0]} pixels, but its label {label} {sizes[1]}")
-    return picture, understood(values, table, label, len(classes.names))
+    return picture, understood(values, classes.table(), label, len(classes.names))
 
 
 class Fault(Exception):
@@ -306,9 +299,8 @@ class Pixels:
     """Images and labels of pixels: random crops for training, whole for evaluation.
 
     Args:
-        length: how many.
+        names: what to call the samples in messages.
         read: gives image and label of an index.
-        name_of: what to call an index in messages.
         labels: classes and colours.
         config: of the run.
         training: whether to crop.
@@ -317,21 +309,21 @@ class Pixels:
 
     def __init__(
         self,
-        length: int,
+        names: Sequence[str],
         read: Callable[[int], tuple[Tensor, Tensor]],
-        name_of: Callable[[int], str],
         labels: Classes,
         config: Config,
         training: bool,
         identity: str,
     ) -> None:
-        self.length, self.read, self.name_of, self.labels = length, read, name_of, labels
+        self.length, self.read, self.names, self.labels = len(names), read, names, labels
         self.config, self.training, self.identity = config, training, identity
         self.classes = labels.names
+        self.alike = config.data.kind in ("scenes", "camvid", "cityscapes")
         self.cache: list[Any] | None = None
         if config.data.cache and training:
             with ThreadPoolExecutor() as pool:
-                self.cache = list(pool.map(self._get, range(length)))
+                self.cache = list(pool.map(self._get, range(self.length)))
         self.images_of = self._index() if training and config.data.uniform else None
 
     def __len__(self) -> int:
@@ -363,7 +355,7 @@ class Pixels:
         except Fault as fault:
             raise ValueError(str(fault)) from fault
         except (OSError, ValueError) as error:
-            return Problem(self.name_of(index), str(error) or type(error).__name__)
+            return Problem(self.names[index], str(error) or type(error).__name__)
 
     def _index(self) -> list[list[int]]:
         """The images that have each class; looked up once and kept in the user's cache."""

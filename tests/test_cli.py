@@ -206,6 +206,9 @@ def test_training_and_evaluation_with_another_activation(tmp_path, capsys):
         (["predict", "nowhere", ".", "out", "--scales", "0"], "numbers above 0"),
         (["recipes", "resnext"], "is unknown; one of"),
         (["train", "embedded-classify", "--find-batch-size", "--device", "cpu"], "give --memory"),
+        (["train", "embedded-classify", "--device", "gpu"], "--device gpu: "),
+        (["train", "embedded-classify", "--set", "data.resize=0"], "8 pixels high"),
+        (["train", "embedded-segment", "--body", "nowhere", "--device", "cpu"], "no body to load"),
     ],
 )
 def test_mistakes_in_training_are_told_in_a_line(tmp_path, capsys, monkeypatch, arguments, message):
@@ -214,6 +217,31 @@ def test_mistakes_in_training_are_told_in_a_line(tmp_path, capsys, monkeypatch, 
     said = capsys.readouterr().err
     assert said.startswith("inplace-abn: ") and message in said and "Traceback" not in said
     assert not list(tmp_path.iterdir())
+
+
+def test_the_error_of_a_worker_is_one_line(tmp_path, capsys):
+    from PIL import Image
+
+    (tmp_path / "classes.json").write_text('{"classes": [{"name": "a"}, {"name": "b"}]}')
+    for part in ("train", "val"):
+        for kind, mode in (("images", "RGB"), ("labels", "L")):
+            folder = tmp_path / part / kind
+            folder.mkdir(parents=True)
+            for i in range(4):
+                Image.new(mode, (16, 16), 7 if mode == "L" else None).save(folder / f"{i}.png")
+    options = [
+        "data.kind=pairs",
+        "network.name=small",
+        "train.batch=2",
+        "data.workers=1",
+        "data.cache=false",
+        "data.crop=8",
+    ]
+    sets = [part for option in options for part in ("--set", option)]
+    arguments = ["train", "camvid", "--data", str(tmp_path), "--out", str(tmp_path / "run"), "--device", "cpu", *sets]
+    assert cli.main(arguments) == 1
+    said = capsys.readouterr().err.strip()
+    assert "pixels of value 7" in said.splitlines()[-1] and "Traceback" not in said
 
 
 def test_out_of_memory_comes_with_what_would_fit(tmp_path, capsys, monkeypatch):

@@ -186,7 +186,7 @@ def test_a_flipped_byte_is_noticed_and_the_checkpoint_before_is_used(tmp_path):
         newest.write_bytes(raw[:where] + bytes([raw[where] ^ (1 << chance.randrange(8))]) + raw[where + 1 :])
         with pytest.raises(ValueError, match="damaged"):
             storage.load(newest)
-    with pytest.warns(UserWarning, match="the one before it is used"):
+    with pytest.warns(UserWarning, match="passed over for the one before it"):
         path, found = storage.latest(tmp_path)
     assert found["step"] == 1 and path.name.startswith("step-00000001-")
 
@@ -227,6 +227,73 @@ def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path, monkeypatch):
     with pytest.raises(FloatingPointError, match="smaller optim.lr"):
         run(config, tmp_path)
     assert all(torch.isfinite(line["loss"] * torch.ones(())) for line in storage.lines(tmp_path))
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    config = tiny("optim.lr=1e30", "optim.warmup=0", "optim.name=sgd", "train.log_every=8")
+    with pytest.raises(FloatingPointError, match="not saved"):
+        run(config, tmp_path)
+    for path in storage.checkpoints(tmp_path):
+        assert all(v.isfinite().all() for k, v in storage.load(path)["model"].items() if "running" not in k)
+
+
+def test_damaged_checkpoints_do_not_push_out_new_ones(tmp_path):
+    config = tiny("train.keep=1")
+    run(config, tmp_path)
+    (path,) = storage.checkpoints(tmp_path)
+    path.write_bytes(path.read_bytes()[:-1])
+    run(config, tmp_path, resume=True)
+    assert state(tmp_path)["step"] == 8
+    assert [line["step"] for line in log(tmp_path) if "loss" in line] == list(range(1, 9))
+    assert [p.suffix for p in tmp_path.glob("step-*")].count(".damaged") == 1
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path):
+    tmp_path.joinpath("step-00000003.pt.part").write_bytes(b"half")
+    run(tiny("train.epochs=1"), tmp_path)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_another_data_set_does_not_continue_a_run(tmp_path):
+    run(tiny(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["data"]["length"] = 40
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="begun with 36 samples of 4 classes, and there are 40"):
+        run(tiny("data.length=40"), tmp_path, resume=True)
+
+
+def test_a_signal_in_an_evaluation_finds_the_state_saved(tmp_path, monkeypatch):
+    from inplace_abn.recipes import loop
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        raise AssertionError("not stopped")
+
+    config = tiny("train.save_minutes=60")
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as stopped:
+        patched.setattr(loop, "evaluate", signalled)
+        run(config, tmp_path / "stopped")
+    assert stopped.value.code == 143 and state(tmp_path / "stopped")["step"] == 4
+    run(config, tmp_path / "stopped", resume=True)
+    run(config, tmp_path / "whole")
+    assert equal(state(tmp_path / "stopped"), state(tmp_path / "whole"))
+    assert log(tmp_path / "stopped") == log(tmp_path / "whole")
+
+
+def test_one_signal_that_arrives_twice_is_one(monkeypatch):
+    from inplace_abn.recipes.loop import Signals
+
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.got == signal.SIGTERM and not left
+        signals.since -= 10
+        os.kill(os.getpid(), signal.SIGINT)
+        assert left == [130]
 
 
 # Signals and kills, from outside.

@@ -148,6 +148,19 @@ def test_the_loss_passes_gradcheck_and_takes_labels_of_any_type():
         bootstrapped(logits, targets, 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_does_not_touch_the_loss(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = (10 * torch.randn(2, 5, 4, 4, generator=generator)).requires_grad_()
+    targets = torch.randint(5, (2, 32, 32), generator=generator)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            loss = bootstrapped(logits, targets, 0.25)
+            results.append((loss, torch.autograd.grad(loss, logits)[0]))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
 def test_a_crop_of_void_has_no_loss_and_no_gradient():
     logits = torch.randn(2, 3, 4, 4, requires_grad=True)
     loss = bootstrapped(logits, torch.full((2, 32, 32), VOID), 0.25)
@@ -289,6 +302,35 @@ def test_an_epoch_with_broken_files_completes_and_lists_them_once(folder, tmp_pa
     strict = override(config, ["data.corrupt_share=0.01"])
     with pytest.raises(OSError, match=r"more than data.corrupt_share=0.01; is the data set whole"):
         train(strict, task_of(strict), tmp_path / "strict", device=CPU, tell=said.append)
+
+
+def test_broken_files_of_an_evaluation_are_listed_and_left_out(folder, tmp_path):
+    config = imagenet(folder, "train.epochs=1", "train.batch=17", "data.corrupt_share=0.1")
+    # The last one, alone in its batch.
+    damaged(sorted((folder / "val" / "cat").iterdir())[-1], 0)
+    said = []
+    scores = train(config, task_of(config), tmp_path / "run", device=CPU, tell=said.append)
+    assert sum("cannot read" in line and "cat" in line for line in said) == 1
+    assert round(scores["top1"] * 17, 6) % 1 == 0
+    for path in (folder / "val" / "bee").iterdir():
+        damaged(path, 0)
+    with pytest.raises(OSError, match="7 of 18 files to evaluate cannot be read"):
+        train(config, task_of(config), tmp_path / "run", device=CPU, tell=said.append, resume=True)
+
+
+def test_the_part_that_is_evaluated_is_chosen(folder):
+    (folder / "val").rename(folder / "test")
+    assert len(data.classification(imagenet(folder, "data.validation=test"), "val")) == 18
+    with pytest.raises(ValueError, match="no folders of classes in .*val"):
+        data.classification(imagenet(folder), "val")
+
+
+def test_decoding_leaves_the_filters_of_warnings_alone(folder):
+    import warnings
+
+    before = list(warnings.filters)
+    data.classification(imagenet(folder, "data.cache=true"), "train")
+    assert warnings.filters == before
 
 
 def test_a_bomb_is_refused(tmp_path):
@@ -522,6 +564,22 @@ def test_faults_of_data_sets_are_named(fault, tmp_path):
         read_all(tmp_path, "pairs", "data.corrupt=raise")
 
 
+def test_folders_inside_of_folders_are_kept_apart(tmp_path):
+    pairs(tmp_path, count=1)
+    for part in ("a", "b"):
+        png(tmp_path / "train" / "images" / part / "x.png", picture(ord(part)))
+    gray(tmp_path / "train" / "labels" / "a" / "x.png", torch.zeros(20, 24))
+    with pytest.raises(ValueError, match=r"1 files have no partner .*images/b/x.png"):
+        read_all(tmp_path)
+    gray(tmp_path / "train" / "labels" / "b" / "x.png", torch.ones(20, 24))
+    samples = pixels.segmentation(config_of(tmp_path), "train")
+    assert [Path(name).parent.name for name in samples.names] == ["images", "a", "b"]
+    assert torch.equal(samples.read(2)[0], picture(ord("b"))) and (samples.read(2)[1] == 1).all()
+    png(tmp_path / "train" / "images" / "0.bmp", picture())
+    with pytest.raises(ValueError, match="differ in their suffix alone"):
+        read_all(tmp_path)
+
+
 def test_images_of_different_sizes_are_evaluated_one_by_one(tmp_path):
     pairs(tmp_path, size=(16, 16))
     pairs(tmp_path, part="val", count=2)
@@ -747,7 +805,7 @@ def test_the_demonstration_trains_compares_and_draws(tmp_path, capsys):
 # From training to files of labels.
 
 
-def test_segmentation_from_training_to_prediction(tmp_path):
+def test_segmentation_from_training_to_prediction(tmp_path, capsys):
     from inplace_abn.cli import main
 
     folder = tmp_path / "run"
@@ -774,6 +832,16 @@ def test_segmentation_from_training_to_prediction(tmp_path):
         assert raw.mode == sure.mode == "L"
         assert torch.equal(torch.frombuffer(bytearray(raw.tobytes()), dtype=torch.uint8), ids)
         assert min(sure.getextrema()) >= 255 // len(CLASSES)
+    images = str(tmp_path / "images")
+    assert main(["predict", str(folder), images, images]) == 1
+    assert torch.equal(read_image(tmp_path / "images" / "0.png"), picture(0, (20, 30)))
+    png(tmp_path / "images" / "0.bmp", picture())
+    assert main(["predict", str(folder), images, str(out)]) == 1
+    damaged(tmp_path / "images" / "1.png", 0)
+    (tmp_path / "images" / "0.bmp").unlink()
+    assert main(["predict", str(folder), images, str(out)]) == 1
+    said = capsys.readouterr().err
+    assert "holds the images themselves" in said and "the same name: 0" in said and "1.png cannot be read" in said
 
 
 def test_the_released_vistas_network_predicts(tmp_path, monkeypatch):

@@ -385,9 +385,9 @@ def train(given: argparse.Namespace) -> None:
         changes += [f"network.body={given.body}"] if given.body else []
         config = override(named(given.recipe), [*changes, *given.set])
         task = task_of(config)
-        device = torch.device(given.device) if given.device else None
+        device = _device(given.device)
         if given.find_batch_size:
-            classes = len(task.samples(config, "val").classes)
+            classes = _class_count(config, task)
             print(
                 sizing.advice(
                     config, task, classes, size_in_bytes(given.memory) if given.memory else _memory(device), 1
@@ -398,13 +398,37 @@ def train(given: argparse.Namespace) -> None:
         try:
             scores = loop.train(config, task, folder, resume=given.resume, device=device)
         except torch.OutOfMemoryError as error:
-            classes = len(task.samples(config, "val").classes)
+            classes = _class_count(config, task)
             table = sizing.advice(config, task, classes, _memory(device), loop.world_size())
             raise Mistake(f"out of memory: {str(error).splitlines()[0]}\n\n{table}") from error
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        raise Mistake(str(error)) from error
+        raise Mistake(_plainly(error)) from error
     if loop.rank() == 0:
         _print_scores(scores)
+
+
+def _device(name: str | None) -> Any:
+    """By its name; None for what there is."""
+    import torch
+
+    try:
+        return torch.device(name) if name else None
+    except RuntimeError as error:
+        raise Mistake(f"--device {name}: {str(error).splitlines()[0]}") from error
+
+
+def _plainly(error: Exception) -> str:
+    """What an error says, without the traceback of the worker that it comes from."""
+    text = str(error).strip()
+    return text.splitlines()[-1].partition(": ")[2] if "Original Traceback" in text else text
+
+
+def _class_count(config: Any, task: Any) -> int:
+    """Of the data; of ImageNet or Vistas where there are none yet."""
+    try:
+        return len(task.samples(config, "val").classes)
+    except ValueError:
+        return 1000 if config.task == "classification" else 65
 
 
 def _memory(device: Any) -> int:
@@ -422,7 +446,6 @@ def _print_scores(scores: dict[str, float]) -> None:
 
 def evaluate(given: argparse.Namespace) -> None:
     """Scores of a run's last checkpoint."""
-    import torch
 
     from .recipes import loop, task_of
     from .recipes.config import Config, override
@@ -435,7 +458,7 @@ def evaluate(given: argparse.Namespace) -> None:
         return override(config, [*changes, *given.set])
 
     try:
-        ranks = loop.Ranks(torch.device(given.device) if given.device else None)
+        ranks = loop.Ranks(_device(given.device))
         config, model, task = loop.restored(given.run, lambda config: task_of(config, given.view), ranks.device, change)
         val = task.samples(config, "val")
         scores = loop.evaluate(config, task, model, val, ranks)
@@ -452,7 +475,6 @@ def evaluate(given: argparse.Namespace) -> None:
 
 def predict(given: argparse.Namespace) -> None:
     """Label files for images."""
-    import torch
     from rich.progress import track
 
     from .recipes import loop, prediction
@@ -461,10 +483,17 @@ def predict(given: argparse.Namespace) -> None:
         scales = [float(text) for text in given.scales.split(",")]
         if not all(0 < scale <= 8 for scale in scales):
             raise ValueError(f"--scales {given.scales}: numbers above 0, at most 8")
-        device = loop.Ranks(torch.device(given.device) if given.device else None).device
+        device = loop.Ranks(_device(given.device)).device
         predictor = prediction.load(given.source, given.vistas, device)
         longest = predictor.longest if given.longest is None else given.longest
         paths = prediction.images_in(given.images)
+        if given.out.resolve() in {path.parent.resolve() for path in paths}:
+            raise ValueError(f"{given.out} holds the images themselves; choose another folder for the results")
+        twice = sorted({path.stem for path in paths if sum(other.stem == path.stem for other in paths) > 1})
+        if twice:
+            raise ValueError(f"results would have the same name: {', '.join(twice[:5])}")
+        if given.tile < 0 or longest < 0:
+            raise ValueError("--tile and --longest are numbers of pixels, 0 for none")
         given.out.mkdir(parents=True, exist_ok=True)
         for path in track(paths, description="predicting", disable=not sys.stderr.isatty()):
             classes, sure = predictor(path, scales, given.flip, given.fusion, longest, given.tile)

@@ -210,6 +210,8 @@ def _parse(name: str, text: str, kind: Any) -> Any:
 
 def from_dict(plain: dict[str, Any]) -> Config:
     """The config that :meth:`Config.to_dict` was called on; names that are not known or missing are an error."""
+    if not isinstance(plain, dict) or not all(isinstance(part, (dict, str)) for part in plain.values()):
+        raise ValueError("the config is not one of a run: settings by section are expected")
     parts: dict[str, Any] = {"recipe": plain.get("recipe", ""), "task": plain.get("task", "")}
     for name, section in sections(Config("", "")):
         given = dict(plain.get(name, {}))
@@ -249,6 +251,10 @@ def check(config: Config) -> None:
     ):
         if value <= 0:
             raise ValueError(f"{name} is {value}; it must be positive")
+    if config.loss.smoothing >= 1:
+        raise ValueError(f"loss.smoothing is {config.loss.smoothing}; it is a share, below 1")
+    if config.data.kind == "scenes" and config.data.resize < 8:
+        raise ValueError(f"data.resize is {config.data.resize}; scenes are drawn 8 pixels high at least")
     if config.loss.hardest > 1:
         raise ValueError(f"loss.hardest is {config.loss.hardest}; it is a share, at most 1")
     if config.network.output_stride not in (8, 16):

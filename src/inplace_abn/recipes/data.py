@@ -15,7 +15,7 @@ import gzip
 import hashlib
 import signal
 import struct
-import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -183,11 +183,11 @@ def _deaf(worker: int) -> None:
 
 
 def collate(samples: list[Any]) -> Batch:
-    """One batch of samples, without those that have no image."""
+    """One batch of samples, without those that have no image; empty if none has."""
     problems = [problem for *_, found in samples for problem in found]
     there = [(image, target) for image, target, _ in samples if image is not None]
     if not there:
-        raise RuntimeError(f"a batch without a readable image; the first of {len(problems)} problems: {problems[:1]}")
+        return Batch(torch.empty(0), torch.empty(0), problems)
     images, targets = zip(*there, strict=True)
     return Batch(torch.stack(images), torch.stack([torch.as_tensor(target) for target in targets]), problems)
 
@@ -200,20 +200,17 @@ def read_image(path: Path) -> Tensor:
     from PIL import Image, ImageOps
 
     try:
-        with warnings.catch_warnings():
-            # Large, or with odd metadata; what cannot be decoded is an error in any case.
-            warnings.simplefilter("ignore")
-            with Image.open(path) as file:
-                # Decodes all of it now; opening reads only the head.
-                file.load()
-                picture = ImageOps.exif_transpose(file)
-                if picture.mode.startswith("I") or picture.mode == "F":
-                    wide = torch.frombuffer(bytearray(picture.convert("I").tobytes()), dtype=torch.int32)
-                    gray = (wide.clamp(0, 65535) // 257).to(torch.uint8).view(1, picture.height, picture.width)
-                    return gray.expand(3, -1, -1).contiguous()
-                picture = picture.convert("RGB")
-                pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
-                return pixels.view(picture.height, picture.width, 3).permute(2, 0, 1).contiguous()
+        with Image.open(path) as file:
+            # Decodes all of it now; opening reads only the head.
+            file.load()
+            picture = ImageOps.exif_transpose(file)
+            if picture.mode.startswith("I") or picture.mode == "F":
+                wide = torch.frombuffer(bytearray(picture.convert("I").tobytes()), dtype=torch.int32)
+                gray = (wide.clamp(0, 65535) // 257).to(torch.uint8).view(1, picture.height, picture.width)
+                return gray.expand(3, -1, -1).contiguous()
+            picture = picture.convert("RGB")
+            pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+            return pixels.view(picture.height, picture.width, 3).permute(2, 0, 1).contiguous()
     except (OSError, ValueError):
         raise
     except Exception as error:
@@ -255,7 +252,7 @@ class Images:
         self.items, self.names, self.classes, self.config = items, names, classes, config
         self.view = view if view is not None else augmentation(config)
         self.training = view is None
-        self.alike = config.data.evaluate_crop > 0
+        self.alike = config.data.evaluate_crop > 0 or config.data.kind == "scenes"
         self.cache: list[Tensor | Problem] | None = None
         if config.data.cache and self.training:
             with ThreadPoolExecutor() as pool:
@@ -347,6 +344,11 @@ def centre(config: Config, resize: int | None = None, crop: int | None = None) -
 def ten(config: Config) -> Callable[[Tensor], Tensor]:
     """Four corners and the centre, and their mirror images, stacked."""
     v2 = torchvision("transforms.v2")
+    if not config.data.evaluate_resize or config.data.evaluate_resize < config.data.evaluate_crop:
+        raise ValueError(
+            f"ten crops of {config.data.evaluate_crop}² need an image that is larger: set data.evaluate_resize and "
+            "data.evaluate_crop"
+        )
     cut = [v2.Resize(config.data.evaluate_resize, antialias=True), v2.TenCrop(config.data.evaluate_crop), _stacked]
     composed: Callable[[Tensor], Tensor] = v2.Compose(cut)
     return composed
@@ -366,15 +368,18 @@ VIEWS: dict[str, Callable[[Config], Callable[[Tensor], Tensor]]] = {
 
 def classification(config: Config, split: str, view: str = "centre") -> Images:
     """The data set of a classification recipe: split "train" or "val"."""
-    look = None if split == "train" else VIEWS[view](config)
     if config.data.kind == "scenes":
-        return _scene_kinds(config, split, look)
+        # Drawn at the size they are wanted in.
+        return _scene_kinds(config, split, None if split == "train" else centre(config, 0, 0))
+    look = None if split == "train" else VIEWS[view](config)
     if not config.data.path:
         raise ValueError(f"{config.recipe} needs data: --data FOLDER")
     root = Path(config.data.path)
     if not root.is_dir():
         raise ValueError(f"there is no folder {root}")
-    return _idx(root, config, split, look) if config.data.kind == "idx" else _folder(root, config, split, look)
+    if config.data.kind == "idx":
+        return _idx(root, config, split, look)
+    return _folder(root, config, "train" if split == "train" else config.data.validation, look)
 
 
 def _folder(root: Path, config: Config, split: str, look: Any) -> Images:
@@ -419,7 +424,10 @@ def _gray(images: Tensor, index: int) -> Tensor:
 def _read_idx(root: Path, name: str) -> Tensor:
     for path in (root / name, root / f"{name}.gz"):
         if path.exists():
-            raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            try:
+                raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            except (EOFError, zlib.error) as error:
+                raise ValueError(f"{path} is damaged: {error}") from error
             break
     else:
         raise ValueError(f"neither {name} nor {name}.gz is in {root}")

@@ -73,6 +73,9 @@ class Task(Protocol):
         ...
 
 
+REMEDY = "A smaller optim.lr, a warm-up (optim.warmup) or clipping (optim.clip) may help"
+
+
 class Stopped(SystemExit):
     """The run was told to stop by a signal, and its state is saved; ends the process with 128 + the signal's number."""
 
@@ -151,6 +154,8 @@ class Ranks:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if device is None:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device {device}: there is no GPU here, or torch cannot use it")
         if device.type == "cuda" and device.index is None:
             # More processes than GPUs share them.
             device = torch.device("cuda", local % torch.cuda.device_count())
@@ -205,7 +210,7 @@ class Signals:
     """Remembers a SIGTERM or SIGINT until a step is done; a second one ends the process at once."""
 
     def __init__(self) -> None:
-        self.got = 0
+        self.got, self.since = 0, 0.0
         self.stopped: Callable[[int], Stopped] | None = None
         self.before: dict[int, Any] = {}
 
@@ -217,8 +222,11 @@ class Signals:
 
     def _receive(self, number_: int, frame: object) -> None:
         if self.got:
-            os._exit(128 + number_)
-        self.got = number_
+            # A scheduler's signal reaches a rank twice, from it and from torchrun; a person takes longer.
+            if time.monotonic() - self.since > 3:
+                os._exit(128 + number_)
+            return
+        self.got, self.since = number_, time.monotonic()
         if self.stopped is not None:
             raise self.stopped(number_)
 
@@ -272,11 +280,17 @@ def opened(config: Config, folder: Path, resume: bool, ranks: Ranks) -> dict[str
     if ranks.rank == 0:
         try:
             _make_or_check(config, folder, resume)
+            storage.tidy(folder)
         except (ValueError, OSError) as error:
             complaints.append(str(error))
     for complaint in ranks.gathered(complaints):
         raise ValueError(complaint)
     found = storage.latest(folder) if resume else None
+    steps = set(ranks.gathered([found[1]["step"] if found else 0]))
+    if len(steps) > 1:
+        raise ValueError(
+            f"ranks find checkpoints of different steps in {folder}, {sorted(steps)}: they must see one disk"
+        )
     return found[1] if found else None
 
 
@@ -328,10 +342,15 @@ class Run:
             net = DistributedDataParallel(net, device_ids=[self.device] if self.device.type == "cuda" else None)
         self.parallel = net
         self.net: Callable[[Tensor], Tensor] = torch.compile(net) if config.train.compile else net
-        self.log = Log(self, state is not None, tell)
+        self.log = Log(self, resume, tell)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over a checkpoint, all of it."""
+        if (state.get("samples"), state.get("classes")) != (len(self.samples), list(self.samples.classes)):
+            raise ValueError(
+                f"the run was begun with {state.get('samples')} samples of {len(state.get('classes', []))} classes, and there "
+                f"are {len(self.samples)} of {len(self.samples.classes)} now: data.path is another data set"
+            )
         missing = {"model", "ema", "optimizer", "scaler", "guard", "step"} - state.keys()
         if missing:
             raise ValueError(f"the checkpoint lacks {sorted(missing)}; it was written by another version")
@@ -346,6 +365,8 @@ class Run:
         """Write a checkpoint; the first rank does, whose state is every rank's."""
         if self.ranks.rank:
             return
+        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
+            raise FloatingPointError(f"weights are not finite after step {self.step}, and not saved. {REMEDY}")
         state = {
             "model": self.model.state_dict(),
             "ema": self.ema.state_dict() if self.ema is not None else {},
@@ -354,6 +375,9 @@ class Run:
             "guard": guard_state(self.model),
             "step": self.step,
             "recipe": self.config.recipe,
+            "samples": len(self.samples),
+            "classes": list(self.samples.classes),
+            "colours": [list(colour) for colour in getattr(getattr(self.samples, "labels", None), "colours", ())],
         }
         storage.save(self.folder, self.step, state, self.config.train.keep)
 
@@ -363,22 +387,27 @@ class Run:
         batches = iter(self.batches())
         scores: dict[str, float] = {}
         saved = time.monotonic()
-        with self.log:
-            if self.step and self.step % self.per_epoch == 0:
+        with self.log, _ended(batches):
+            if self.step and self.due():
                 # A checkpoint at an epoch's end is written before its evaluation.
                 scores = self.evaluate(signals)
             while self.step < self.steps:
                 self.one_step(batches)
                 self.log.step(self.step)
                 stopped = self.ranks.agreed(signals.got)
-                if stopped or self.step == self.steps or time.monotonic() - saved >= 60 * config.save_minutes:
+                if stopped or self.due() or time.monotonic() - saved >= 60 * config.save_minutes:
                     self.save()
                     saved = time.monotonic()
                 if stopped:
                     raise self.stopped(stopped)
-                if self.step % self.per_epoch == 0:
+                if self.due():
                     scores = self.evaluate(signals)
         return scores
+
+    def due(self) -> bool:
+        """Whether an evaluation is, after this step."""
+        epoch, inside = divmod(self.step, self.per_epoch)
+        return inside == 0 and (epoch % self.config.train.evaluate_every == 0 or self.step == self.steps)
 
     def stopped(self, number_: int) -> Stopped:
         """What ends a run that is saved."""
@@ -399,6 +428,8 @@ class Run:
         for part in range(parts):
             began = time.perf_counter()
             batch = next(batches)
+            if not len(batch.images):
+                raise OSError(f"none of a batch's files could be read, the first {batch.problems[0]}")
             self.log.waited += time.perf_counter() - began
             self.log.problems += batch.problems
             x, targets = self.prepare(batch.images), batch.targets.to(self.device, non_blocking=True)
@@ -428,17 +459,30 @@ class Run:
         return preparation(self.config, self.device)
 
     def evaluate(self, signals: Signals) -> dict[str, float]:
-        """Scores on the validation data, of the averaged weights if there are any; nothing where none are due."""
-        epoch = self.step // self.per_epoch
-        if epoch % self.config.train.evaluate_every and self.step < self.steps:
-            return {}
+        """Scores on the validation data, of the averaged weights if there are any. The state is saved."""
         model = self.ema.module if self.ema is not None else self.model
+        began = time.perf_counter()
         with signals.at_once(self.stopped):
-            scores = evaluate(self.config, self.task, model, self.val, self.ranks)
-            self.log.scores(epoch, scores)
+            scores = evaluate(self.config, self.task, model, self.val, self.ranks, self.log.say)
+            self.log.scores(self.step // self.per_epoch, scores)
             if self.ranks.rank == 0:
                 self.log.picture(picture(self.config, self.task, model, self.val, self.device))
+        # What it took is not the steps'.
+        self.log.at += time.perf_counter() - began
         return scores
+
+
+@contextlib.contextmanager
+def _ended(batches: Any) -> Iterator[None]:
+    """After an error, end the workers; one that is stuck listens to nothing else."""
+    try:
+        yield
+    except BaseException:
+        if hasattr(batches, "_workers"):
+            batches._shutdown_workers()
+            for worker in batches._workers:
+                worker.kill()
+        raise
 
 
 def settle(config: Config, device: torch.device) -> None:
@@ -492,10 +536,26 @@ def preparation(config: Config, device: torch.device) -> Callable[[Tensor], Tens
 
 
 @torch.no_grad()
-def evaluate(config: Config, task: Task, model: nn.Module, samples: Samples, ranks: Ranks) -> dict[str, float]:
-    """Scores of a model; every sample is looked at once, by one of the ranks. Of stacked views, the outputs' mean counts."""
-    mode = model.training
+def evaluate(
+    config: Config,
+    task: Task,
+    model: nn.Module,
+    samples: Samples,
+    ranks: Ranks,
+    say: Callable[[str], None] | None = None,
+) -> dict[str, float]:
+    """Scores of a model; every sample is looked at once, by one of the ranks. Of stacked views, the outputs' mean counts.
+
+    Files that cannot be read are told to ``say``, or printed, and left out; too many are an error.
+    """
+    mode, searching = model.training, torch.backends.cudnn.benchmark
     model.eval()
+    # Every size would be searched anew.
+    torch.backends.cudnn.benchmark = searching and samples.alike
+    if ranks.count > 1:
+        # The first rank's statistics are what is saved.
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
     prepare = preparation(config, ranks.device)
     batch = (config.train.evaluate_batch or config.train.batch // config.train.accumulate) // ranks.count or 1
     batch = batch if samples.alike else 1
@@ -503,8 +563,12 @@ def evaluate(config: Config, task: Task, model: nn.Module, samples: Samples, ran
     shares = [mine[i : i + batch] for i in range(0, len(mine), batch)]
     classes = len(samples.classes)
     total: Tensor | None = None
+    problems = list[Problem]()
     for given in loader(samples, _Listed(shares), config.data.workers, ranks.device.type == "cuda"):
         images = given.images
+        problems += given.problems
+        if not len(images):
+            continue
         views = images.shape[1] if images.dim() == 5 else 0
         with autocast(config, ranks.device):
             output = model(prepare(images.flatten(0, 1) if views else images))
@@ -516,6 +580,13 @@ def evaluate(config: Config, task: Task, model: nn.Module, samples: Samples, ran
     if total is None:
         total = torch.zeros_like(task.counts(torch.zeros(1, classes), torch.zeros(1, dtype=torch.long), classes))
     model.train(mode)
+    torch.backends.cudnn.benchmark = searching
+    problems = ranks.gathered(problems)
+    tell = say or functools.partial(print, file=sys.stderr)
+    for problem in problems if ranks.rank == 0 else []:
+        tell(f"cannot read {problem.name}: {problem.cause}")
+    if len(problems) > config.data.corrupt_share * len(samples):
+        raise OSError(f"{len(problems)} of {len(samples)} files to evaluate cannot be read; is the data set whole?")
     return task.scores(ranks.total(total), samples.classes)
 
 
@@ -561,8 +632,11 @@ def restored(
     task = task_of(config)
     # The weights that it started from may be gone.
     config = dataclasses.replace(config, network=dataclasses.replace(config.network, body=""))
-    model = built(config, task, len(task.samples(config, "val").classes), device)
-    model.load_state_dict(weights(found[1]))
+    model = built(config, task, len(found[1]["classes"]), device)
+    try:
+        model.load_state_dict(weights(found[1]))
+    except RuntimeError as error:
+        raise ValueError(f"the weights of {folder} do not fit the network {config.network.name}: {error}") from error
     return config, model.eval(), task
 
 
@@ -625,7 +699,7 @@ class Log:
         if self.tell is not None:
             self.tell(line)
         elif self.bar is not None:
-            self.bar.console.print(line, highlight=False)
+            self.bar.console.print(line, highlight=False, markup=False)
         else:
             print(line, file=sys.stderr, flush=True)
 
@@ -655,10 +729,7 @@ class Log:
             line["peak_bytes"] = torch.cuda.max_memory_allocated(run.device)
         self.report_problems(step)
         if not math.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss is {loss} at step {step}; the last checkpoint is from before. A smaller optim.lr, a warm-up "
-                "(optim.warmup) or clipping (optim.clip) may help"
-            )
+            raise FloatingPointError(f"the loss is {loss} at step {step}; the last checkpoint is from before. {REMEDY}")
         self.write(line)
         left = timedelta(seconds=round(seconds / done * (run.steps - step)))
         text = f"loss {loss:.4f}, {line['images_per_second']:.0f} images/s, data wait {line['data_wait']:.0%}"
@@ -675,8 +746,6 @@ class Log:
         shown = ", ".join(f"{name} {value:.4f}" for name, value in scores.items() if not name.startswith("iou/"))
         self.say(f"after epoch {epoch}: {shown}")
         self.write({"step": self.run.step, "epoch": float(epoch), **scores})
-        # What it took is not the next steps'.
-        self.at = time.perf_counter()
 
     def picture(self, shown: Tensor | None) -> None:
         """``predictions.png``, and the same on the board."""

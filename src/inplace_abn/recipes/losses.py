@@ -72,7 +72,7 @@ class _Bootstrapped(torch.autograd.Function):
             slope = torch.softmax(band, 1)
             slope.scatter_(1, classes, slope.gather(1, classes) - 1)
             slope *= share
-            small += down[rows].T @ (slope @ across)
+            small += _product(down[rows].T, _product(slope, across))
         return (small * grad).to(logits.dtype), None, None
 
 
@@ -86,13 +86,19 @@ def _bands(wide: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tenso
     """Rows, their upsampled logits, their classes (0 where void) of shape (N, 1, R, W), and which are not void."""
     down, across = _weights(wide.shape, targets.shape, wide)
     # Along rows first: a small map's height by a large one's width.
-    stretched = wide @ across.T
+    stretched = _product(wide, across.T)
     step = -(-targets.shape[1] // BANDS)
     for start in range(0, targets.shape[1], step):
         rows = slice(start, start + step)
         labels = targets[:, rows].long()
         known = labels != VOID
-        yield rows, down[rows] @ stretched, torch.where(known, labels, 0)[:, None], known
+        yield rows, _product(down[rows], stretched), torch.where(known, labels, 0)[:, None], known
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    # Autocast would upsample in 16 bits.
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
 
 
 def _weights(small: torch.Size, large: torch.Size, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -64,6 +64,8 @@ CAMVID = plain(
         (64, 64, 0),
         (0, 128, 192),
     ),
+    # Void is 11 in the set as it was published.
+    void=(11, VOID),
 )
 # Name, colour, and the value in *_gtFine_labelIds.png; other values of the 34 are void.
 _CITYSCAPES = (
@@ -148,7 +150,9 @@ def _matched(images: Path, labels: Path, key: Callable[[str], str]) -> list[tupl
     sides = []
     for folder in (images, labels):
         files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES) if folder.is_dir() else []
-        sides.append({key(p.stem): p for p in files})
+        sides.append({key(str(p.relative_to(folder).with_suffix(""))): p for p in files})
+        if len(sides[-1]) < len(files):
+            raise ValueError(f"{folder} has files that differ in their suffix alone")
     if not sides[0]:
         raise ValueError(f"no images in {images}")
     for mine, other, folder in ((sides[0], sides[1], labels), (sides[1], sides[0], images)):

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from .. import checkpoints
 from ..models import deeplabv3
 from ..modules import InPlaceABN
-from . import loop
+from . import loop, storage
 from .config import Config, Data
 from .data import SUFFIXES, read_image
-from .pixels import Classes, vistas_classes
+from .pixels import Classes, plain, vistas_classes
 from .segmentation import Segmentation, predicted
 
 __all__ = ["Predictor", "images_in", "load", "write"]
@@ -39,7 +39,10 @@ class Predictor:
         self, path: Path, scales: Sequence[float], flip: bool, fusion: str, longest: int, tile: int
     ) -> tuple[Tensor, Tensor]:
         """Classes and confidences of an image file, at its own size; seen with its longest side at ``longest``, unless 0."""
-        image = read_image(path)
+        try:
+            image = read_image(path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
         size = image.shape[1:]
         x = self.prepare(image[None])
         if longest and longest != max(size):
@@ -58,10 +61,18 @@ def load(source: Path, vistas: Path | None, device: torch.device) -> Predictor:
         checkpoints.load(model, source)
         prepare = loop.preparation(Config("vistas", "segmentation", data=VISTAS), device)
         return Predictor(model.to(device).eval(), labels, prepare, VISTAS_LONGEST)
-    config, network, _ = loop.restored(source, lambda config: Segmentation(), device, lambda config: config)
+    config, network, task = loop.restored(source, task_of, device, lambda config: config)
+    state = storage.latest(source)
+    assert isinstance(task, Segmentation) and state is not None
+    labels = plain(state[1]["classes"], [tuple(colour) for colour in state[1]["colours"]])
+    return Predictor(network, labels, loop.preparation(config, device), 0)
+
+
+def task_of(config: Config) -> Segmentation:
+    """Segmentation, or an error."""
     if config.task != "segmentation":
-        raise ValueError(f"{source} is a run of {config.task}; prediction is of segmentation")
-    return Predictor(network, Segmentation().samples(config, "val").labels, loop.preparation(config, device), 0)
+        raise ValueError(f"this is a run of {config.task}; prediction is of segmentation")
+    return Segmentation()
 
 
 def images_in(path: Path) -> list[Path]:

@@ -31,6 +31,8 @@ class Segmentation:
     def build(self, config: Config, classes: int) -> nn.Module:
         """DeepLabV3 on the network, its body from a file if the config names one."""
         if config.network.name == "small":
+            if config.network.body:
+                raise ValueError("network.body: the small network has no body to load; choose another network.name")
             return Small(classes, norm_act(config.network), pixels=True)
         stride = config.network.output_stride
         model = deeplabv3(config.network.name, classes, norm_act(config.network), stride, upsample=False)

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import torch
 
-__all__ = ["append", "checkpoints", "forget_after", "latest", "lines", "load", "save", "write"]
+__all__ = ["append", "checkpoints", "forget_after", "latest", "lines", "load", "save", "tidy", "write"]
 
 NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{16})\.pt")
 
@@ -53,7 +53,11 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     part = folder / f"step-{step:08d}.pt.part"
     try:
         with part.open("w+b") as file:
-            torch.save(state, file)
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:
+                # What torch makes of a write that fails.
+                raise OSError(f"{part.name} could not be written: {error}") from error
             file.flush()
             os.fsync(file.fileno())
             file.seek(0)
@@ -64,7 +68,8 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
             part.unlink(missing_ok=True)
         raise
     _flush_folder(folder)
-    for old in checkpoints(folder)[keep:]:
+    older = [old for old in checkpoints(folder) if _step(old) < step]
+    for old in older[keep - 1 :]:
         old.unlink(missing_ok=True)
     return path
 
@@ -79,7 +84,23 @@ def _digest(file: IO[bytes]) -> str:
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, newest first."""
     found = [path for path in folder.glob("step-*.pt") if NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.split("-")[1]), reverse=True)
+    return sorted(found, key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.split("-")[1])
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a killed save left, and put damaged checkpoints newer than the last whole one out of the way."""
+    for part in folder.glob("step-*.pt.part"):
+        part.unlink(missing_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = latest(folder)
+    for path in checkpoints(folder):
+        if found is None or _step(path) > _step(found[0]):
+            path.rename(path.with_suffix(".damaged"))
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -100,8 +121,8 @@ def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     for path in checkpoints(folder):
         try:
             return path, load(path)
-        except ValueError as error:
-            warnings.warn(f"{error}; the one before it is used", stacklevel=2)
+        except (ValueError, OSError) as error:
+            warnings.warn(f"{error}; it is passed over for the one before it, if there is one", stacklevel=2)
     return None
 
 

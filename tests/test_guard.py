@@ -14,7 +14,7 @@ from torch import nn
 
 from bounds import ulp
 from inplace_abn import ABN, InPlaceABN, doctor, guard, guard_state, load_guard_state, models, recompute, saved_bytes
-from inplace_abn.recipes.data import VOID, StreetScenes
+from inplace_abn.recipes.scenes import VOID, StreetScenes
 
 C = 8
 

@@ -100,7 +100,7 @@ RECIPES: tuple[Config, ...] = (
         Data("scenes", resize=48, crop=44, evaluate_resize=0, evaluate_crop=0, workers=0, cache=True, length=512),
         Augment(colour=0.0, lighting=0.0),
         Optim("adamw", lr=4e-3, weight_decay=1e-2, decay="weights", schedule="cosine", warmup=1),
-        Train(epochs=15, batch=32, log_every=32, evaluate_every=5),
+        Train(epochs=12, batch=32, log_every=32, evaluate_every=4),
     ),
     _small(
         "imagenette",

@@ -218,6 +218,12 @@ def read_image(path: Path) -> Tensor:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
+def all_of(read: Callable[[int], Any], length: int, config: Config) -> list[Any]:
+    """Every sample, read by several threads; scenes are drawn by one, whose small steps would be in each other's way."""
+    with ThreadPoolExecutor(1 if config.data.kind == "scenes" else None) as pool:
+        return list(pool.map(read, range(length)))
+
+
 def write_png(image: Tensor, path: Path) -> None:
     """A uint8 image of shape (3, H, W) as a file."""
     from PIL import Image
@@ -255,8 +261,7 @@ class Images:
         self.alike = config.data.evaluate_crop > 0 or config.data.kind == "scenes"
         self.cache: list[Tensor | Problem] | None = None
         if config.data.cache and self.training:
-            with ThreadPoolExecutor() as pool:
-                self.cache = list(pool.map(self._read, range(len(items))))
+            self.cache = all_of(self._read, len(items), config)
 
     def __len__(self) -> int:
         return len(self.items)

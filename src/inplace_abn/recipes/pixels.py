@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from . import storage
 from .config import Config
-from .data import SUFFIXES, Draw, Problem, found, number, permuted, read_image, seeded
+from .data import SUFFIXES, Draw, Problem, all_of, found, number, permuted, read_image, seeded
 from .scenes import CLASSES, COLOURS, VOID, scene
 
 __all__ = ["Classes", "Pixels", "segmentation", "vistas_classes"]
@@ -326,8 +325,7 @@ class Pixels:
         self.alike = config.data.kind in ("scenes", "camvid", "cityscapes")
         self.cache: list[Any] | None = None
         if config.data.cache and training:
-            with ThreadPoolExecutor() as pool:
-                self.cache = list(pool.map(self._get, range(self.length)))
+            self.cache = all_of(self._get, self.length, config)
         self.images_of = self._index() if training and config.data.uniform else None
 
     def __len__(self) -> int:
@@ -370,8 +368,7 @@ class Pixels:
             known: list[list[int]] = json.loads(path.read_text())
             if len(known) == len(self.classes):
                 return known
-        with ThreadPoolExecutor() as pool:
-            present = list(pool.map(self._present, range(self.length)))
+        present = all_of(self._present, self.length, self.config)
         images_of = [[i for i, labels in enumerate(present) if label in labels] for label in range(len(self.classes))]
         try:
             cache.mkdir(parents=True, exist_ok=True)

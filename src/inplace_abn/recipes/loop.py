@@ -629,6 +629,7 @@ def restored(
     found = storage.latest(folder)
     if found is None:
         raise ValueError(f"{folder} has no checkpoint yet")
+    settle(config, device)
     task = task_of(config)
     # The weights that it started from may be gone.
     config = dataclasses.replace(config, network=dataclasses.replace(config.network, body=""))

@@ -122,7 +122,8 @@ def busy(job: Job, data: str, changes: list[str]) -> float:
 
     from inplace_abn.recipes import named, task_of
     from inplace_abn.recipes.config import override
-    from inplace_abn.recipes.loop import Ranks, Run
+    from inplace_abn.recipes.loop import Run
+    from inplace_abn.recipes.processes import Ranks
 
     config = override(named(job.recipe), [f"data.path={data}", *changes])
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ from torch import nn
 
 from bounds import ulp
 from inplace_abn import ABN, InPlaceABN, doctor, guard, guard_state, load_guard_state, models, recompute, saved_bytes
-from inplace_abn.recipes.scenes import VOID, StreetScenes
+from inplace_abn.recipes.scenes import VOID, scene
 
 C = 8
 
@@ -240,8 +240,8 @@ def losses(norm, dtype, seed, steps=30):
     stem = [nn.Conv2d(3, 16, 3, 2, 1, bias=False), norm(16)]
     net = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 8))
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
-    scenes = StreetScenes(48, (32, 64), seed=3)
-    images, labels = (torch.stack(t) for t in zip(*[scenes[i] for i in range(48)], strict=True))
+    scenes = [scene(i, (32, 64), seed=3) for i in range(48)]
+    images, labels = (torch.stack(t) for t in zip(*scenes, strict=True))
     middle = labels[:, 16, 32]
     images, middle = images[middle != VOID], middle[middle != VOID].long()
     seen = []

@@ -15,13 +15,15 @@ import torch.nn.functional as F
 
 from inplace_abn import ABN, outside
 from inplace_abn.memory import LiveBytes
-from inplace_abn.recipes import data, named, names, pixels, prediction, sizing, storage, task_of
+from inplace_abn.recipes import classes as known_classes
+from inplace_abn.recipes import data, labelled, named, names, pixels, prediction, sizing, storage, task_of
 from inplace_abn.recipes.config import Config, from_dict, override, settings
-from inplace_abn.recipes.data import Draw, read_image, write_png
+from inplace_abn.recipes.data import Draw
+from inplace_abn.recipes.files import read_image, write_png
 from inplace_abn.recipes.loop import train
 from inplace_abn.recipes.losses import bootstrapped
 from inplace_abn.recipes.metrics import confusion, ious, mean_iou, pixel_accuracy
-from inplace_abn.recipes.scenes import CLASSES, COLOURS, KINDS, VOID, StreetScenes, scene
+from inplace_abn.recipes.scenes import CLASSES, COLOURS, KINDS, VOID, scene
 from inplace_abn.recipes.segmentation import coloured, fused, predicted, tiled
 from inplace_abn.recipes.small import Small
 
@@ -46,8 +48,7 @@ def test_scenes_do_not_touch_the_global_random_state():
 
 
 def test_every_class_occurs_and_labels_are_known():
-    scenes = StreetScenes(60, seed=3)
-    labels = torch.stack([scenes[i][1] for i in range(60)])
+    labels = torch.stack([scene(i, seed=3)[1] for i in range(60)])
     counts = torch.bincount(labels.flatten(), minlength=VOID + 1)
     assert (counts[: len(CLASSES)] > 0.002 * labels.numel()).all()
     assert counts[VOID] > 0 and counts.sum() == counts[: len(CLASSES)].sum() + counts[VOID]
@@ -71,11 +72,6 @@ def test_scenes_of_any_size(size):
     assert image.shape == (3, *size) and label.shape == size
     assert image.dtype == torch.float32 and label.dtype == torch.long
     assert 0 <= image.min() and image.max() <= 1
-
-
-def test_index_errors():
-    with pytest.raises(IndexError, match="scene 3 of 3"):
-        StreetScenes(3)[3]
 
 
 # Metrics.
@@ -177,6 +173,10 @@ def test_the_loss_never_holds_the_upsampled_logits():
         live.know(logits, targets)
         bootstrapped(logits, targets, 0.25).backward()
     assert live.peak <= 1.5 * upsampled
+    with LiveBytes() as plain:
+        plain.know(logits, targets)
+        plain_loss(logits, targets.long(), 0.25).backward()
+    assert plain.peak >= 3 * upsampled
     # Measured: a few bands, and per pixel a handful of numbers.
     assert live.peak <= 0.75 * upsampled
 
@@ -271,7 +271,7 @@ def test_broken_files_are_replaced_and_labels_stay_right(folder, tmp_path):
         damaged(path, kind)
         broken[str(path)] = kind
     for cache in ("true", "false"):
-        samples = data.classification(imagenet(folder, f"data.cache={cache}"), "train")
+        samples = labelled.classification(imagenet(folder, f"data.cache={cache}"), "train")
         seen = {}
         for draw in samples.order(0, 0):
             image, label, problems = samples[draw]
@@ -280,11 +280,11 @@ def test_broken_files_are_replaced_and_labels_stay_right(folder, tmp_path):
         assert seen.keys() == broken.keys() and all(seen.values())
         # The same replacement each time.
         assert all(torch.equal(samples[d][0], samples[d][0]) for d in samples.order(0, 0)[:20])
-    skipping = data.classification(imagenet(folder, "data.corrupt=skip"), "train")
+    skipping = labelled.classification(imagenet(folder, "data.corrupt=skip"), "train")
     batch = data.collate([skipping[draw] for draw in skipping.order(0, 0)])
     assert len(batch.images) == 113 and len(batch.problems) == 7
     assert (batch.images.flatten(1).amax(1) == 10 + 100 * batch.targets).all()
-    raising = data.classification(imagenet(folder, "data.corrupt=raise"), "train")
+    raising = labelled.classification(imagenet(folder, "data.corrupt=raise"), "train")
     with pytest.raises(OSError, match="cannot be read: .*data.corrupt=replace"):
         [raising[draw] for draw in raising.order(0, 0)]
 
@@ -320,16 +320,16 @@ def test_broken_files_of_an_evaluation_are_listed_and_left_out(folder, tmp_path)
 
 def test_the_part_that_is_evaluated_is_chosen(folder):
     (folder / "val").rename(folder / "test")
-    assert len(data.classification(imagenet(folder, "data.validation=test"), "val")) == 18
+    assert len(labelled.classification(imagenet(folder, "data.validation=test"), "val")) == 18
     with pytest.raises(ValueError, match="no folders of classes in .*val"):
-        data.classification(imagenet(folder), "val")
+        labelled.classification(imagenet(folder), "val")
 
 
 def test_decoding_leaves_the_filters_of_warnings_alone(folder):
     import warnings
 
     before = list(warnings.filters)
-    data.classification(imagenet(folder, "data.cache=true"), "train")
+    labelled.classification(imagenet(folder, "data.cache=true"), "train")
     assert warnings.filters == before
 
 
@@ -347,12 +347,12 @@ def test_a_bomb_is_refused(tmp_path):
 
 def test_views_of_an_evaluation(folder):
     config = imagenet(folder)
-    centre = data.classification(config, "val")
+    centre = labelled.classification(config, "val")
     assert centre[Draw(0, 0)][0].shape == (3, 8, 8)
-    tens = data.classification(override(config, ["data.evaluate_resize=12"]), "val", "ten")
+    tens = labelled.classification(override(config, ["data.evaluate_resize=12"]), "val", "ten")
     views = tens[Draw(0, 0)][0]
     assert views.shape == (10, 3, 8, 8) and torch.equal(views[5], views[0].flip(-1))
-    assert data.classification(config, "val", "320")[Draw(0, 0)][0].shape == (3, 320, 320)
+    assert labelled.classification(config, "val", "320")[Draw(0, 0)][0].shape == (3, 320, 320)
     with pytest.raises(ValueError, match="one of: centre, ten, 320"):
         task_of(config, "nine")
 
@@ -367,13 +367,13 @@ def test_idx_files(tmp_path):
         labels = b"\0\0\x08\x01" + struct.pack(">I", count) + bytes(i % 10 for i in range(count))
         (tmp_path / f"{stem}-labels-idx1-ubyte").write_bytes(labels)
     config = override(named("fashion-mnist"), [f"data.path={tmp_path}"])
-    samples = data.classification(config, "train")
+    samples = labelled.classification(config, "train")
     image, label, _ = samples[Draw(13, 0)]
     assert len(samples) == 20 and image.shape == (3, 32, 32) and label == 3 and int(image.max()) == 13
-    assert data.classification(config, "val")[Draw(4, 0)][0].shape == (3, 32, 32)
+    assert labelled.classification(config, "val")[Draw(4, 0)][0].shape == (3, 32, 32)
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01" + struct.pack(">I", 7) + b"\1\2")
     with pytest.raises(ValueError, match="says .7,. but holds 2 bytes"):
-        data.classification(config, "val")
+        labelled.classification(config, "val")
 
 
 # Pixels.
@@ -475,7 +475,7 @@ def test_cityscapes(tmp_path):
     ((_, label, _),) = read_all(tmp_path, "cityscapes", split="val")
     assert set(label.unique().tolist()) == {*range(19), VOID}
     assert (label[values == 7] == 0).all() and (label[values == 33] == 18).all() and (label[values == 0] == VOID).all()
-    assert pixels.CITYSCAPES.names[13] == "car" and (label[values == 26] == 13).all()
+    assert known_classes.CITYSCAPES.names[13] == "car" and (label[values == 26] == 13).all()
 
 
 def test_coco_stuff(tmp_path):
@@ -486,7 +486,7 @@ def test_coco_stuff(tmp_path):
     ((_, label, _),) = read_all(tmp_path, "coco-stuff", split="val")
     assert (label[values == 92] == 0).all() and (label[values == 182] == 90).all()
     assert (label[values < 92] == VOID).all() and (label[values == 183] == VOID).all()
-    names_ = pixels.COCO_STUFF.names
+    names_ = known_classes.COCO_STUFF.names
     assert len(names_) == 91 and (names_[0], names_[90]) == ("banner", "wood") and list(names_) == sorted(names_)
     (tmp_path / "val.txt").write_text("1\n2\n")
     with pytest.raises(ValueError, match=r"1 files are missing: .*2.png"):
@@ -596,9 +596,9 @@ def test_data_sets_travel_to_workers_that_are_not_forked(folder, tmp_path):
 
     (tmp_path / "pairs").mkdir()
     pairs(tmp_path / "pairs")
-    sets = [data.classification(imagenet(folder, "augment.lighting=0.1"), split) for split in ("train", "val")]
-    sets.append(data.classification(imagenet(folder, "data.evaluate_resize=12"), "val", "ten"))
-    sets.append(data.classification(named("embedded-classify"), "val"))
+    sets = [labelled.classification(imagenet(folder, "augment.lighting=0.1"), split) for split in ("train", "val")]
+    sets.append(labelled.classification(imagenet(folder, "data.evaluate_resize=12"), "val", "ten"))
+    sets.append(labelled.classification(named("embedded-classify"), "val"))
     sets.append(pixels.segmentation(config_of(tmp_path / "pairs"), "train"))
     sets.append(pixels.segmentation(named("embedded-segment"), "val"))
     for samples in sets:
@@ -620,6 +620,10 @@ def test_fusion_of_views():
         fused(views, "median")
 
 
+# Of the small network's outputs when convolutions add in another order: 288 terms, nine layers, each at its worst.
+ROUNDING = 9 * 288**0.5 * torch.finfo(torch.float32).eps
+
+
 def test_tiles_agree_with_the_whole_in_the_interior():
     torch.manual_seed(0)
     net = Small(4, ABN, pixels=True).eval()
@@ -627,8 +631,8 @@ def test_tiles_agree_with_the_whole_in_the_interior():
     with torch.no_grad():
         whole = F.interpolate(net(x), x.shape[2:], mode="bilinear", align_corners=False)
     # It sees 2·(1+1+2+2+4+4+8+1)+2 pixels away, and bilinear interpolation one of two pixels more.
-    torch.testing.assert_close(tiled(net, x, 32, 52), whole, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(predicted(net, x, tile=32, margin=52)[1], predicted(net, x)[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(tiled(net, x, 32, 52), whole, rtol=0, atol=ROUNDING * float(whole.abs().max()))
+    torch.testing.assert_close(predicted(net, x, tile=32, margin=52)[1], predicted(net, x)[1], rtol=0, atol=ROUNDING)
 
 
 def test_a_mirrored_view_of_a_mirrored_image_is_the_same():
@@ -636,11 +640,11 @@ def test_a_mirrored_view_of_a_mirrored_image_is_the_same():
     net = Small(4, ABN, pixels=True).eval()
     x = torch.randn(1, 3, 32, 48)
     one, other = (predicted(net, v, (0.5, 1.0), flip=True) for v in (x, x.flip(3)))
-    torch.testing.assert_close(one[1], other[1].flip(2), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(one[1], other[1].flip(2), rtol=0, atol=ROUNDING)
 
 
 def test_colours():
-    shown = coloured(torch.tensor([[0, 1, VOID]]), pixels.CITYSCAPES)
+    shown = coloured(torch.tensor([[0, 1, VOID]]), known_classes.CITYSCAPES)
     assert shown.permute(1, 2, 0).tolist() == [[[128, 64, 128], [244, 35, 232], [0, 0, 0]]]
 
 

@@ -1,9 +1,14 @@
-"""The CPU path must keep up with eager batch norm."""
+"""The CPU path must keep up with eager batch norm, and a first training run be short."""
 
 from __future__ import annotations
 
+import os
+import re
 import statistics
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,3 +43,22 @@ def test_the_cpu_path_takes_at_most_1_3_times_eager(layout):
         assert min(ratio(layout) for _ in range(3)) <= 1.3
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.alone
+def test_the_readmes_first_training_takes_less_than_a_minute(tmp_path):
+    root = Path(__file__).parent.parent
+    (line,) = re.findall(r"^inplace-abn (train .*?) +#", (root / "README.md").read_text(), re.M)
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "inplace_abn.cli", *line.split()],
+        env={**os.environ, "PYTHONPATH": str(root / "src")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    seconds = time.perf_counter() - began
+    assert done.returncode == 0 and "top1" in done.stdout, done.stderr
+    assert seconds < 60
+    # Four kinds of scenes: a quarter would be guessing.
+    assert float(re.search(r"top1 +([\d.]+)", done.stdout)[1]) > 0.5

@@ -40,6 +40,9 @@ def parser() -> argparse.ArgumentParser:
         if shape is not None:
             sub.add_argument("--input", default=shape, metavar="N,C,H,W", help=f"shape of a batch (default {shape})")
 
+    def of_device(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--device", metavar="NAME", help="cuda, cuda:1, cpu (default: a GPU where there is one)")
+
     command("info", "Show the environment, which backend runs, and why.")
     sub = command("convert", "Convert a model and report norm by norm what it saves.")
     of_model(sub, "8,3,224,224")
@@ -77,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
         help="change a setting; inplace-abn recipes RECIPE lists them",
     )
     sub.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    sub.add_argument("--device", metavar="NAME", help="cuda, cuda:1, cpu (default: a GPU where there is one)")
+    of_device(sub)
     sub.add_argument("--find-batch-size", action="store_true", help="forecast the largest batch that fits, and stop")
     sub.add_argument("--memory", metavar="SIZE", help="of the device, such as 24GB, for --find-batch-size")
     sub = command("evaluate", "Score a run on its validation data.")
@@ -88,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--activation", metavar="NAME", help="behind the norms instead of the one that was trained with")
     sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change a setting")
-    sub.add_argument("--device", metavar="NAME", help="cuda, cuda:1, cpu (default: a GPU where there is one)")
+    of_device(sub)
     sub.add_argument("--json", type=Path, metavar="FILE", help="write the scores as JSON")
     sub = command("predict", "Segment a folder of images with a run, or with the released Vistas network.")
     sub.add_argument("source", type=Path, help="folder of a run, or the released file, with --vistas")
@@ -104,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--fusion", choices=("mean", "voting", "max"), default="mean", help="of several views")
     sub.add_argument("--longest", type=int, metavar="PIXELS", help="side to bring images to (default 2048 for Vistas)")
     sub.add_argument("--tile", type=int, default=0, metavar="PIXELS", help="predict in tiles, for large images")
-    sub.add_argument("--device", metavar="NAME", help="cuda, cuda:1, cpu (default: a GPU where there is one)")
+    of_device(sub)
     return top
 
 
@@ -377,7 +380,7 @@ def train(given: argparse.Namespace) -> None:
     import torch
 
     from .planning import size_in_bytes
-    from .recipes import loop, named, sizing, task_of
+    from .recipes import loop, named, processes, sizing, task_of
     from .recipes.config import override
 
     try:
@@ -399,11 +402,11 @@ def train(given: argparse.Namespace) -> None:
             scores = loop.train(config, task, folder, resume=given.resume, device=device)
         except torch.OutOfMemoryError as error:
             classes = _class_count(config, task)
-            table = sizing.advice(config, task, classes, _memory(device), loop.world_size())
+            table = sizing.advice(config, task, classes, _memory(device), processes.world_size())
             raise Mistake(f"out of memory: {str(error).splitlines()[0]}\n\n{table}") from error
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         raise Mistake(_plainly(error)) from error
-    if loop.rank() == 0:
+    if processes.rank() == 0:
         _print_scores(scores)
 
 
@@ -447,9 +450,9 @@ def _print_scores(scores: dict[str, float]) -> None:
 def evaluate(given: argparse.Namespace) -> None:
     """Scores of a run's last checkpoint."""
 
-    from .recipes import loop, task_of
+    from .recipes import evaluation, processes, task_of
     from .recipes.config import Config, override
-    from .recipes.data import write_png
+    from .recipes.files import write_png
 
     changes = [f"data.path={given.data}"] if given.data else []
     changes += [f"network.activation={given.activation}"] if given.activation else []
@@ -458,14 +461,16 @@ def evaluate(given: argparse.Namespace) -> None:
         return override(config, [*changes, *given.set])
 
     try:
-        ranks = loop.Ranks(_device(given.device))
-        config, model, task = loop.restored(given.run, lambda config: task_of(config, given.view), ranks.device, change)
+        ranks = processes.Ranks(_device(given.device))
+        config, model, task = evaluation.restored(
+            given.run, lambda config: task_of(config, given.view), ranks.device, change
+        )
         val = task.samples(config, "val")
-        scores = loop.evaluate(config, task, model, val, ranks)
+        scores = evaluation.evaluate(config, task, model, val, ranks)
     except (ValueError, OSError, ImportError) as error:
         raise Mistake(str(error)) from error
     _print_scores(scores)
-    shown = loop.picture(config, task, model, val, ranks.device) if loop.rank() == 0 else None
+    shown = evaluation.picture(config, task, model, val, ranks.device) if processes.rank() == 0 else None
     if shown is not None:
         write_png(shown, given.run / "evaluation.png")
         print(given.run / "evaluation.png")
@@ -477,13 +482,13 @@ def predict(given: argparse.Namespace) -> None:
     """Label files for images."""
     from rich.progress import track
 
-    from .recipes import loop, prediction
+    from .recipes import prediction, processes
 
     try:
         scales = [float(text) for text in given.scales.split(",")]
         if not all(0 < scale <= 8 for scale in scales):
             raise ValueError(f"--scales {given.scales}: numbers above 0, at most 8")
-        device = loop.Ranks(_device(given.device)).device
+        device = processes.Ranks(_device(given.device)).device
         predictor = prediction.load(given.source, given.vistas, device)
         longest = predictor.longest if given.longest is None else given.longest
         paths = prediction.images_in(given.images)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from . import classification, segmentation
+from .building import Task
 from .classification import Classification
 from .config import Config
-from .loop import Task
 from .segmentation import Segmentation
 
 __all__ = ["named", "names", "task_of"]

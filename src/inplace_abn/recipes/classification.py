@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models import create
-from . import data
+from . import labelled
+from .building import norm_act, start_body
 from .config import Augment, Config, Data, Network, Optim, Train
-from .loop import norm_act, start_body
 from .small import Small
 
 __all__ = ["RECIPES", "Classification"]
@@ -23,8 +23,8 @@ class Classification:
     """One class per image."""
 
     def __init__(self, view: str = "centre") -> None:
-        if view not in data.VIEWS:
-            raise ValueError(f"view {view!r} is unknown; one of: {', '.join(data.VIEWS)}")
+        if view not in labelled.VIEWS:
+            raise ValueError(f"view {view!r} is unknown; one of: {', '.join(labelled.VIEWS)}")
         self.view = view
 
     def build(self, config: Config, classes: int) -> nn.Module:
@@ -37,13 +37,17 @@ class Classification:
             model.load_state_dict(features.state_dict(), strict=False)
         return model
 
-    def samples(self, config: Config, split: str) -> data.Images:
+    def samples(self, config: Config, split: str) -> labelled.Images:
         """The labelled images."""
-        return data.classification(config, split, self.view)
+        return labelled.classification(config, split, self.view)
 
     def loss(self, config: Config, output: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy in float32."""
         return F.cross_entropy(output.float(), targets, label_smoothing=config.loss.smoothing)
+
+    def nothing(self, classes: int) -> Tensor:
+        """The counts of no image."""
+        return torch.zeros(4, dtype=torch.double)
 
     def counts(self, output: Tensor, targets: Tensor, classes: int) -> Tensor:
         """Images, those whose class came first, those whose class was among the first five, and the summed loss."""
@@ -59,7 +63,7 @@ class Classification:
             raise ValueError("there is nothing to evaluate: no image of the validation data could be read")
         return {"top1": first / images, "top5": five / images, "val_loss": loss / images}
 
-    def picture(self, samples: data.Images, predict: Callable[[Tensor], Tensor]) -> None:
+    def picture(self, samples: labelled.Images, predict: Callable[[Tensor], Tensor]) -> None:
         """Nothing to look at."""
 
 

@@ -247,6 +247,7 @@ def check(config: Config) -> None:
         ("train.keep", config.train.keep),
         ("train.world_size", config.train.world_size),
         ("data.crop", config.data.crop),
+        ("optim.drop_every", config.optim.drop_every),
         ("loss.hardest", config.loss.hardest),
     ):
         if value <= 0:

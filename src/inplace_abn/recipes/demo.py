@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from ..memory import peak_bytes, saved_bytes
 from . import loop, named, storage
+from .building import built, preparation
 from .config import Config, override
+from .evaluation import restored
 from .pixels import Pixels
 from .segmentation import Segmentation, coloured
 
@@ -45,10 +47,10 @@ class Trained:
 def measured(config: Config, samples: Pixels, device: torch.device) -> tuple[int, int]:
     """Bytes kept, and the peak of forward and backward, of an untrained network on the first batch."""
     task = Segmentation()
-    model = loop.built(config, task, len(samples.classes), device)
+    model = built(config, task, len(samples.classes), device)
     draws = samples.order(0, 0)[: config.train.batch]
     images, labels = zip(*(samples[draw][:2] for draw in draws), strict=True)
-    x, targets = loop.preparation(config, device)(torch.stack(images)), torch.stack(labels).to(device)
+    x, targets = preparation(config, device)(torch.stack(images)), torch.stack(labels).to(device)
     kept = saved_bytes(model, x).total
     return kept, peak_bytes(lambda: task.loss(config, model(x), targets).backward(), device)
 
@@ -59,7 +61,7 @@ def trained(norm: str, config: Config, device: torch.device, folder: Path) -> Tr
     task = Segmentation()
     kept, peak = measured(config, task.samples(config, "train"), device)
     scores = loop.train(config, task, folder, device=device)
-    config, model, _ = loop.restored(folder, lambda config: task, device, lambda config: config)
+    config, model, _ = restored(folder, lambda config: task, device, lambda config: config)
     val = task.samples(config, "val")
     lines = [line for line in storage.lines(folder) if "lr" in line]
     seconds = [config.train.batch / line["images_per_second"] for line in lines]
@@ -79,7 +81,7 @@ def guess(config: Config, model: nn.Module, val: Pixels, device: torch.device) -
     """The prediction for the first scene."""
     image, label = val[val.order(0, 0)[0]][:2]
     assert image is not None and isinstance(label, Tensor)
-    logits = model(loop.preparation(config, device)(image[None]))
+    logits = model(preparation(config, device)(image[None]))
     return nn.functional.interpolate(logits, label.shape, mode="bilinear").argmax(1)[0].cpu()
 
 

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,101 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import storage
+from .classes import CAMVID, CITYSCAPES, COCO_STUFF, Classes, hues, plain, vistas_classes
 from .config import Config
-from .data import SUFFIXES, Draw, Problem, all_of, found, number, permuted, read_image, seeded
+from .data import Draw, Problem, all_of, found, number, permuted, root_of, seeded
+from .files import SUFFIXES, decoded, read_image
 from .scenes import CLASSES, COLOURS, VOID, scene
 
-__all__ = ["Classes", "Pixels", "segmentation", "vistas_classes"]
-
-
-@dataclass(frozen=True)
-class Classes:
-    """Names and colours of a data set's classes, and what the values in its label files mean."""
-
-    names: Sequence[str]
-    colours: Sequence[tuple[int, int, int]]
-    # Value in a file → class, or VOID. Other values are an error.
-    meaning: dict[int, int]
-
-    def table(self) -> Tensor:
-        """The class of each of 256 values; −1 where a value has no meaning."""
-        table = torch.full((256,), -1, dtype=torch.int16)
-        for value, label in self.meaning.items():
-            table[value] = label
-        return table
-
-
-def plain(names: Sequence[str], colours: Sequence[tuple[int, int, int]], void: Sequence[int] = (VOID,)) -> Classes:
-    """Classes whose values are their numbers."""
-    return Classes(names, colours, {**{i: i for i in range(len(names))}, **dict.fromkeys(void, VOID)})
-
-
-CAMVID = plain(
-    ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist"),
-    (
-        (128, 128, 128),
-        (128, 0, 0),
-        (192, 192, 128),
-        (128, 64, 128),
-        (60, 40, 222),
-        (128, 128, 0),
-        (192, 128, 128),
-        (64, 64, 128),
-        (64, 0, 128),
-        (64, 64, 0),
-        (0, 128, 192),
-    ),
-    # Void is 11 in the set as it was published.
-    void=(11, VOID),
-)
-# Name, colour, and the value in *_gtFine_labelIds.png; other values of the 34 are void.
-_CITYSCAPES = (
-    ("road", (128, 64, 128), 7),
-    ("sidewalk", (244, 35, 232), 8),
-    ("building", (70, 70, 70), 11),
-    ("wall", (102, 102, 156), 12),
-    ("fence", (190, 153, 153), 13),
-    ("pole", (153, 153, 153), 17),
-    ("traffic light", (250, 170, 30), 19),
-    ("traffic sign", (220, 220, 0), 20),
-    ("vegetation", (107, 142, 35), 21),
-    ("terrain", (152, 251, 152), 22),
-    ("sky", (70, 130, 180), 23),
-    ("person", (220, 20, 60), 24),
-    ("rider", (255, 0, 0), 25),
-    ("car", (0, 0, 142), 26),
-    ("truck", (0, 0, 70), 27),
-    ("bus", (0, 60, 100), 28),
-    ("train", (0, 80, 100), 31),
-    ("motorcycle", (0, 0, 230), 32),
-    ("bicycle", (119, 11, 32), 33),
-)
-CITYSCAPES = Classes(
-    [name for name, *_ in _CITYSCAPES],
-    [colour for _, colour, _ in _CITYSCAPES],
-    {**dict.fromkeys([*range(34), 255], VOID), **{value: i for i, (*_, value) in enumerate(_CITYSCAPES)}},
-)
-# Values 92 to 182 of the pixel maps of 2017, in this order; things (1 to 91), other (183) and unlabelled (0) are void.
-_STUFF = """
-banner blanket branch bridge building-other bush cabinet cage cardboard carpet ceiling-other ceiling-tile cloth
-clothes clouds counter cupboard curtain desk-stuff dirt door-stuff fence floor-marble floor-other floor-stone
-floor-tile floor-wood flower fog food-other fruit furniture-other grass gravel ground-other hill house leaves light
-mat metal mirror-stuff moss mountain mud napkin net paper pavement pillow plant-other plastic platform playingfield
-railing railroad river road rock roof rug salad sand sea shelf sky-other skyscraper snow solid-other stairs stone
-straw structural-other table tent textile-other towel tree vegetable wall-brick wall-concrete wall-other wall-panel
-wall-stone wall-tile wall-wood water-other waterdrops window-blind window-other wood
-"""
-
-
-def _hues(count: int) -> list[tuple[int, int, int]]:
-    """As many colours, told apart where that is possible, for sets that have none of their own."""
-    digest = [hashlib.blake2b(str(i).encode(), digest_size=3).digest() for i in range(count)]
-    return [(d[0], d[1], d[2]) for d in digest]
-
-
-COCO_STUFF = Classes(
-    _STUFF.split(), _hues(91), {**dict.fromkeys([*range(92), 183, 255], VOID), **{92 + i: i for i in range(91)}}
-)
+__all__ = ["Pixels", "segmentation"]
 
 
 def segmentation(config: Config, split: str) -> Pixels:
@@ -126,11 +37,7 @@ def segmentation(config: Config, split: str) -> Pixels:
         read = functools.partial(_drawn, size=size, seed=seed)
         titles = [f"scene {i}" for i in range(length)]
         return Pixels(titles, read, plain(CLASSES, COLOURS), config, training, f"scenes {size} {seed} {length}")
-    if not data.path:
-        raise ValueError(f"{config.recipe} needs data: --data FOLDER")
-    root = Path(data.path)
-    if not root.is_dir():
-        raise ValueError(f"there is no folder {root}")
+    root = root_of(config)
     listing: dict[str, Callable[[Path, str], tuple[list[tuple[Path, Path]], Classes]]] = {
         "pairs": _pairs,
         "camvid": lambda root, part: (_matched(root / part / "images", root / part / "labels", str.lower), CAMVID),
@@ -181,7 +88,7 @@ def _pairs(root: Path, part: str) -> tuple[list[tuple[Path, Path]], Classes]:
     wrong = [value for value in void if not len(names) <= value <= 255]
     if wrong:
         raise ValueError(f"{path}: void {wrong} are values of classes, or not bytes")
-    colours = [tuple(c) if c else hue for c, hue in zip(given, _hues(len(names)), strict=True)]
+    colours = [tuple(c) if c else hue for c, hue in zip(given, hues(len(names)), strict=True)]
     if any(len(c) != 3 or not all(isinstance(v, int) and 0 <= v <= 255 for v in c) for c in colours):
         raise ValueError(f"{path}: a colour is three numbers from 0 to 255")
     return _matched(root / part / "images", root / part / "labels", str.lower), plain(names, colours, void)
@@ -234,21 +141,6 @@ def _vistas(root: Path, part: str) -> tuple[list[tuple[Path, Path]], Classes]:
     return _matched(root / part / "images", folder, str), labels
 
 
-def vistas_classes(path: Path) -> Classes:
-    """The classes of Mapillary Vistas out of its config: those that are evaluated; the others are void."""
-    try:
-        labels = json.loads(path.read_text())["labels"]
-        known = [(i, one) for i, one in enumerate(labels) if one.get("evaluate", True)]
-        names = [str(one["readable"]) for _, one in known]
-        colours = [(int(one["color"][0]), int(one["color"][1]), int(one["color"][2])) for _, one in known]
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: the config of the data set") from None
-    except (json.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} cannot be understood: {type(error).__name__}: {error}") from error
-    meaning = {**dict.fromkeys([*range(len(labels)), 255], VOID), **{value: i for i, (value, _) in enumerate(known)}}
-    return Classes(names, colours, meaning)
-
-
 def _drawn(index: int, size: tuple[int, int], seed: int) -> tuple[Tensor, Tensor]:
     image, label = scene(index, size, seed)
     return (255 * image).round_().to(torch.uint8), label.to(torch.uint8)
@@ -269,19 +161,12 @@ class Fault(Exception):
 
 def read_label(path: Path) -> Tensor:
     """The values of a label file, uint8 of shape (H, W); of a palette image, its indices."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as file:
-            file.load()
-            if file.mode not in ("L", "P"):
-                raise Fault(f"{path} is of mode {file.mode}; labels have one channel of 8 bits, a class in every pixel")
-            values = torch.frombuffer(bytearray(file.tobytes()), dtype=torch.uint8)
-            return values.view(file.height, file.width)
-    except (OSError, ValueError, Fault):
-        raise
-    except Exception as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+    with decoded(path) as file:
+        mode, size = file.mode, (file.height, file.width)
+        raw = bytearray(file.tobytes()) if mode in ("L", "P") else None
+    if raw is None:
+        raise Fault(f"{path} is of mode {mode}; labels have one channel of 8 bits, a class in every pixel")
+    return torch.frombuffer(raw, dtype=torch.uint8).view(size)
 
 
 def understood(values: Tensor, table: Tensor, path: Path, classes: int) -> Tensor:

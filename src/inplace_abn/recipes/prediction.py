@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from .. import checkpoints
 from ..models import deeplabv3
 from ..modules import InPlaceABN
-from . import loop, storage
+from . import storage
+from .building import preparation
+from .classes import Classes, plain, vistas_classes
 from .config import Config, Data
-from .data import SUFFIXES, read_image
-from .pixels import Classes, plain, vistas_classes
+from .evaluation import restored
+from .files import SUFFIXES, read_image
 from .segmentation import Segmentation, predicted
 
 __all__ = ["Predictor", "images_in", "load", "write"]
@@ -59,13 +61,13 @@ def load(source: Path, vistas: Path | None, device: torch.device) -> Predictor:
         labels = vistas_classes(vistas)
         model = deeplabv3("wide_resnet38_a2", len(labels.names), InPlaceABN, 8, pooling_size=(84, 84), upsample=False)
         checkpoints.load(model, source)
-        prepare = loop.preparation(Config("vistas", "segmentation", data=VISTAS), device)
+        prepare = preparation(Config("vistas", "segmentation", data=VISTAS), device)
         return Predictor(model.to(device).eval(), labels, prepare, VISTAS_LONGEST)
-    config, network, task = loop.restored(source, task_of, device, lambda config: config)
+    config, network, task = restored(source, task_of, device, lambda config: config)
     state = storage.latest(source)
     assert isinstance(task, Segmentation) and state is not None
     labels = plain(state[1]["classes"], [tuple(colour) for colour in state[1]["colours"]])
-    return Predictor(network, labels, loop.preparation(config, device), 0)
+    return Predictor(network, labels, preparation(config, device), 0)
 
 
 def task_of(config: Config) -> Segmentation:

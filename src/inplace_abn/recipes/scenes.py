@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-__all__ = ["CLASSES", "COLOURS", "KINDS", "VOID", "StreetScenes", "scene"]
+__all__ = ["CLASSES", "COLOURS", "KINDS", "VOID", "scene"]
 
 CLASSES = ("sky", "building", "road", "sidewalk", "vegetation", "car", "person", "pole")
 # One colour per class, to show labels with.
@@ -30,34 +29,17 @@ VOID = 255
 KINDS = ("avenue", "signs", "crowd", "traffic")
 
 
-class StreetScenes(Dataset[tuple[Tensor, Tensor]]):
-    """``length`` scenes of ``size`` (H, W) pixels: images of shape (3, H, W) in [0, 1], labels of shape (H, W).
-
-    Scene i of a seed is always the same; disjoint seeds are disjoint sets.
-
-    >>> image, label = StreetScenes(10)[3]
-    >>> image.shape, label.shape
-    (torch.Size([3, 64, 128]), torch.Size([64, 128]))
-    """
-
-    def __init__(self, length: int, size: tuple[int, int] = (64, 128), seed: int = 0) -> None:
-        self.length = length
-        self.size = size
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < self.length:
-            raise IndexError(f"scene {index} of {self.length}")
-        return scene(index, self.size, self.seed)
-
-
 def scene(
     index: int, size: tuple[int, int] = (64, 128), seed: int = 0, kind: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draw one scene: things further away first, nearer ones over them. Of a kind, three of four things are that kind's."""
+    """Draw one scene: things further away first, nearer ones over them. Of a kind, three of four things are that kind's.
+
+    An image of shape (3, H, W) in [0, 1] and labels of shape (H, W), always the same for an index and a seed.
+
+    >>> image, label = scene(3)
+    >>> image.shape, label.shape
+    (torch.Size([3, 64, 128]), torch.Size([64, 128]))
+    """
     canvas = _Canvas(size, torch.Generator().manual_seed(seed * 1_000_003 + index))
     horizon = canvas.number(0.35, 0.55)
     canvas.sky(horizon)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from ..models import deeplabv3
 from . import pixels
+from .building import norm_act, start_body
+from .classes import Classes
 from .config import Augment, Config, Data, Loss, Network, Optim, Train
-from .loop import norm_act, start_body
 from .losses import bootstrapped
 from .metrics import confusion, ious, mean_iou, pixel_accuracy
 from .small import Small
@@ -47,10 +48,12 @@ class Segmentation:
         """Cross-entropy of the hardest pixels."""
         return bootstrapped(output, targets, config.loss.hardest)
 
+    def nothing(self, classes: int) -> Tensor:
+        """The counts of no pixel."""
+        return torch.zeros(classes, classes, dtype=torch.long)
+
     def counts(self, output: Tensor, targets: Tensor, classes: int) -> Tensor:
         """Pixels by true and predicted class."""
-        if targets.dim() < 3:
-            return torch.zeros(classes, classes, dtype=torch.long, device=output.device)
         # One image at a time: upsampled logits are large.
         each = [_argmax(one[None], label.shape) for one, label in zip(output, targets, strict=True)]
         return confusion(torch.cat(each).flatten(), targets.flatten().long(), classes)
@@ -73,7 +76,7 @@ class Segmentation:
         return sheet(rows)
 
 
-def coloured(label: Tensor, classes: pixels.Classes) -> Tensor:
+def coloured(label: Tensor, classes: Classes) -> Tensor:
     """Classes as colours, void black: uint8 of shape (3, H, W)."""
     palette = torch.zeros(256, 3, dtype=torch.uint8)
     palette[: len(classes.colours)] = torch.tensor(classes.colours, dtype=torch.uint8)

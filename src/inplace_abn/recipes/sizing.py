@@ -9,8 +9,8 @@ import torch
 from ..doctor import columns
 from ..memory import readable
 from ..planning import USABLE, forecast, largest
+from .building import Task
 from .config import Config, override
-from .loop import Task
 
 __all__ = ["advice", "largest_batch", "peak_bytes"]
 

@@ -21,7 +21,10 @@ import torch as xp
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ACTIVATIONS", "ALIASES", "Activation", "named", "resolve", "warn", "warn_of_slope", "warn_once"]
+__all__ = ["ACTIVATIONS", "ALIASES", "SLOPE", "Activation", "named", "resolve", "warn", "warn_of_slope", "warn_once"]
+
+# Of leaky ReLU, as in the paper and in torch; the α of ELU unless given, as in the original library.
+SLOPE = 0.01
 
 Formula = Callable[[Tensor, float], Tensor]
 Gradient = Callable[[Tensor, Tensor, float], Tensor]

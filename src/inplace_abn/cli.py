@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import platform
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -390,19 +391,14 @@ def train(given: argparse.Namespace) -> None:
         task = task_of(config)
         device = _device(given.device)
         if given.find_batch_size:
-            classes = _class_count(config, task)
-            print(
-                sizing.advice(
-                    config, task, classes, size_in_bytes(given.memory) if given.memory else _memory(device), 1
-                )
-            )
+            memory = size_in_bytes(given.memory) if given.memory else _memory(device)
+            print(sizing.advice(config, task, _class_count(config, task), memory, processes.world_size()))
             return
         folder = given.out or Path("runs") / config.recipe
         try:
             scores = loop.train(config, task, folder, resume=given.resume, device=device)
         except torch.OutOfMemoryError as error:
-            classes = _class_count(config, task)
-            table = sizing.advice(config, task, classes, _memory(device), processes.world_size())
+            table = sizing.advice(config, task, _class_count(config, task), _memory(device), processes.world_size())
             raise Mistake(f"out of memory: {str(error).splitlines()[0]}\n\n{table}") from error
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         raise Mistake(_plainly(error)) from error
@@ -449,7 +445,6 @@ def _print_scores(scores: dict[str, float]) -> None:
 
 def evaluate(given: argparse.Namespace) -> None:
     """Scores of a run's last checkpoint."""
-
     from .recipes import evaluation, processes, task_of
     from .recipes.config import Config, override
     from .recipes.files import write_png
@@ -468,7 +463,7 @@ def evaluate(given: argparse.Namespace) -> None:
         val = task.samples(config, "val")
         scores = evaluation.evaluate(config, task, model, val, ranks)
     except (ValueError, OSError, ImportError) as error:
-        raise Mistake(str(error)) from error
+        raise Mistake(_plainly(error)) from error
     _print_scores(scores)
     shown = evaluation.picture(config, task, model, val, ranks.device) if processes.rank() == 0 else None
     if shown is not None:
@@ -494,7 +489,7 @@ def predict(given: argparse.Namespace) -> None:
         paths = prediction.images_in(given.images)
         if given.out.resolve() in {path.parent.resolve() for path in paths}:
             raise ValueError(f"{given.out} holds the images themselves; choose another folder for the results")
-        twice = sorted({path.stem for path in paths if sum(other.stem == path.stem for other in paths) > 1})
+        twice = sorted(stem for stem, count in Counter(path.stem for path in paths).items() if count > 1)
         if twice:
             raise ValueError(f"results would have the same name: {', '.join(twice[:5])}")
         if given.tile < 0 or longest < 0:

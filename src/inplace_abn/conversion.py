@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import chains
-from .activations import ACTIVATIONS, resolve
+from .activations import ACTIVATIONS, SLOPE, resolve
 from .chains import IDENTITY, Chain, Phi
 from .doctor import columns
 from .functions import WEIGHT_FLOOR
@@ -36,8 +36,6 @@ __all__ = ["Line", "Report", "convert", "fuse", "revert"]
 
 # Activations that keep their own input for backward, beside the output that the next layer keeps.
 KEEPS_Y = {name for name, phi in ACTIVATIONS.items() if phi.inverse is None} - {"relu"}
-# Of the leaky ReLUs that the paper trains with.
-SLOPE = 0.01
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from . import ranks, reference
-from .activations import Activation, resolve, warn_of_slope, warn_once
+from .activations import SLOPE, Activation, resolve, warn_of_slope, warn_once
 from .context import is_exported, is_traced, is_transformed, is_wrapped, may_overwrite, overlaps, recomputing
 from .library import Compiled, backend
 from .ranks import active_group
@@ -57,7 +57,7 @@ def inplace_abn(
     momentum: float | None = 0.1,
     eps: float = 1e-05,
     activation: str | None = "leaky_relu",
-    activation_param: float = 0.01,
+    activation_param: float = SLOPE,
     *,
     variant: str = "II",
     weight_floor: float = WEIGHT_FLOOR,
@@ -181,7 +181,7 @@ def inplace_abn_sync(
     momentum: float | None = 0.1,
     eps: float = 1e-05,
     activation: str | None = "leaky_relu",
-    activation_param: float = 0.01,
+    activation_param: float = SLOPE,
     group: Any = None,
     *,
     variant: str = "II",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import guard
-from .activations import named, resolve, warn
+from .activations import SLOPE, named, resolve, warn
 from .context import is_traced
 from .functions import VARIANTS, WEIGHT_FLOOR, batch_norm_act, check_options, inplace_abn, inplace_abn_sync
 
@@ -60,7 +60,7 @@ class ABN(nn.Module):
         affine: bool | Literal["bias"] = True,
         track_running_stats: bool = True,
         activation: str | None = "leaky_relu",
-        activation_param: float = 0.01,
+        activation_param: float = SLOPE,
         *,
         slope: float | None = None,
         device: torch.device | str | None = None,
@@ -201,7 +201,7 @@ class InPlaceABN(ABN):
         affine: bool | Literal["bias"] = True,
         track_running_stats: bool = True,
         activation: str | None = "leaky_relu",
-        activation_param: float = 0.01,
+        activation_param: float = SLOPE,
         *,
         variant: str = "II",
         weight_floor: float = WEIGHT_FLOOR,

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..activations import SLOPE
 from ..modules import ABN, InPlaceABN
 
 __all__ = ["IdentityBlock", "ResNeXt", "ResNet", "ResidualBlock", "WideResNet", "classifier", "initialize", "stem"]
@@ -26,7 +27,7 @@ def conv(inside: int, outside: int, size: int, stride: int = 1, dilation: int = 
     return nn.Conv2d(inside, outside, size, stride, dilation * (size // 2), dilation, groups, bias=False)
 
 
-def initialize(module: nn.Module, slope: float = 0.01) -> None:
+def initialize(module: nn.Module, slope: float = SLOPE) -> None:
     """As the paper's code does: Xavier for leaky ReLU in convolutions, a tenth of it in the classifier."""
     gain = nn.init.calculate_gain("leaky_relu", slope)
     for m in module.modules():

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..activations import ACTIVATIONS
+from ..activations import ACTIVATIONS, SLOPE
 from ..models import names
 
 __all__ = ["Augment", "Config", "Data", "Loss", "Network", "Optim", "Train", "from_dict", "override", "settings"]
@@ -32,7 +32,7 @@ class Network:
     name: str = setting("resnet18", "one of inplace_abn.models, or small, of nine convolutions", ("small", *names()))
     norm: str = setting("inplace", "batch norm: standard, in place (variant II), variant I, over all ranks", NORMS)
     activation: str = setting("leaky_relu", "behind every norm", tuple(ACTIVATIONS))
-    activation_param: float = setting(0.01, "slope of leaky ReLU, α of ELU")
+    activation_param: float = setting(SLOPE, "slope of leaky ReLU, α of ELU")
     output_stride: int = setting(8, "of a segmentation network's body: 8 or 16")
     body: str = setting("", "file to start the body from: a run's folder, a state dict, or a released file")
     body_scale: str = setting("", "what γ means in that file, if it is not a known one", ("", "signed", "abs+eps"))

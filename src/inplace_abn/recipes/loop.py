@@ -133,14 +133,14 @@ class Run:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over a checkpoint, all of it."""
-        if (state.get("samples"), state.get("classes")) != (len(self.samples), list(self.samples.classes)):
-            raise ValueError(
-                f"the run was begun with {state.get('samples')} samples of {len(state.get('classes', []))} classes, and there "
-                f"are {len(self.samples)} of {len(self.samples.classes)} now: data.path is another data set"
-            )
-        missing = {"model", "ema", "optimizer", "scaler", "guard", "step"} - state.keys()
+        missing = {"model", "ema", "optimizer", "scaler", "guard", "step", "samples", "classes"} - state.keys()
         if missing:
             raise ValueError(f"the checkpoint lacks {sorted(missing)}; it was written by another version")
+        if (state["samples"], state["classes"]) != (len(self.samples), list(self.samples.classes)):
+            raise ValueError(
+                f"the run was begun with {state['samples']} samples of {len(state['classes'])} classes, and there "
+                f"are {len(self.samples)} of {len(self.samples.classes)} now: data.path is another data set"
+            )
         self.model.load_state_dict(state["model"])
         load_guard_state(self.model, state["guard"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -457,9 +457,8 @@ def evaluate(given: argparse.Namespace) -> None:
 
     try:
         ranks = processes.Ranks(_device(given.device))
-        config, model, task = evaluation.restored(
-            given.run, lambda config: task_of(config, given.view), ranks.device, change
-        )
+        config, model, _ = evaluation.restored(given.run, task_of, ranks.device, change)
+        task = task_of(config, given.view)
         val = task.samples(config, "val")
         scores = evaluation.evaluate(config, task, model, val, ranks)
     except (ValueError, OSError, ImportError) as error:
@@ -492,8 +491,8 @@ def predict(given: argparse.Namespace) -> None:
         twice = sorted(stem for stem, count in Counter(path.stem for path in paths).items() if count > 1)
         if twice:
             raise ValueError(f"results would have the same name: {', '.join(twice[:5])}")
-        if given.tile < 0 or longest < 0:
-            raise ValueError("--tile and --longest are numbers of pixels, 0 for none")
+        if given.tile < 0 or given.tile % 32 or longest < 0:
+            raise ValueError("--tile and --longest are numbers of pixels, 0 for none; tiles are multiples of 32")
         given.out.mkdir(parents=True, exist_ok=True)
         for path in track(paths, description="predicting", disable=not sys.stderr.isatty()):
             classes, sure = predictor(path, scales, given.flip, given.fusion, longest, given.tile)

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,8 +107,8 @@ class _Listed(Sampler[list[Draw]]):
 
 def restored(
     folder: Path, task_of: Callable[[Config], Task], device: torch.device, change: Callable[[Config], Config]
-) -> tuple[Config, nn.Module, Task]:
-    """A run's config, changed; its network with the weights of the last checkpoint, averaged ones if there are any; its task."""
+) -> tuple[Config, nn.Module, dict[str, Any]]:
+    """A run's config, changed; its network with the weights of the last checkpoint, averaged if they are; that checkpoint."""
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} is not the folder of a run: it has no config.json")
     config = change(from_dict(json.loads((folder / "config.json").read_text())))
@@ -123,4 +124,4 @@ def restored(
         model.load_state_dict(weights(found[1]))
     except RuntimeError as error:
         raise ValueError(f"the weights of {folder} do not fit the network {config.network.name}: {error}") from error
-    return config, model.eval(), task
+    return config, model.eval(), found[1]

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from .. import checkpoints
 from ..models import deeplabv3
 from ..modules import InPlaceABN
-from . import storage
 from .building import preparation
 from .classes import Classes, plain, vistas_classes
 from .config import Config, Data
@@ -63,10 +62,8 @@ def load(source: Path, vistas: Path | None, device: torch.device) -> Predictor:
         checkpoints.load(model, source)
         prepare = preparation(Config("vistas", "segmentation", data=VISTAS), device)
         return Predictor(model.to(device).eval(), labels, prepare, VISTAS_LONGEST)
-    config, network, task = restored(source, task_of, device, lambda config: config)
-    state = storage.latest(source)
-    assert isinstance(task, Segmentation) and state is not None
-    labels = plain(state[1]["classes"], [tuple(colour) for colour in state[1]["colours"]])
+    config, network, state = restored(source, task_of, device, lambda config: config)
+    labels = plain(state["classes"], [tuple(colour) for colour in state["colours"]])
     return Predictor(network, labels, preparation(config, device), 0)
 
 

@@ -100,6 +100,7 @@ def _argmax(logits: Tensor, size: Sequence[int]) -> Tensor:
 def tiled(model: nn.Module, x: Tensor, tile: int, margin: int) -> Tensor:
     """Logits of the image's size, computed tile by tile: what lies ``margin`` pixels inside of a tile is taken from it.
 
+    Both are multiples of the network's stride, so that a tile is sampled as the whole is.
     The same as of the whole image wherever the network looks no further than the margin; global pooling sees a tile only.
     """
     height, width = x.shape[2:]
@@ -107,7 +108,6 @@ def tiled(model: nn.Module, x: Tensor, tile: int, margin: int) -> Tensor:
     for top in range(0, height, tile):
         columns: list[Tensor] = []
         for left in range(0, width, tile):
-            # On the stride's grid, so that a tile is sampled as the whole is.
             first, start = max(0, top - margin), max(0, left - margin)
             part = x[:, :, first : top + tile + margin, start : left + tile + margin]
             logits = F.interpolate(model(part).float(), part.shape[2:], mode="bilinear", align_corners=False)

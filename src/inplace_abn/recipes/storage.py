@@ -95,16 +95,23 @@ def tidy(folder: Path) -> None:
     """Remove what a killed save left, and put damaged checkpoints newer than the last whole one out of the way."""
     for part in folder.glob("step-*.pt.part"):
         part.unlink(missing_ok=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = latest(folder)
     for path in checkpoints(folder):
-        if found is None or _step(path) > _step(found[0]):
+        try:
+            _verify(path)
+            return
+        except ValueError as error:
+            warnings.warn(f"{error}; the run goes on from the one before it, or from its beginning", stacklevel=2)
             path.rename(path.with_suffix(".damaged"))
 
 
 def load(path: Path) -> dict[str, Any]:
     """The state in a checkpoint; ValueError if it is not what was written."""
+    _verify(path)
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
+
+
+def _verify(path: Path) -> None:
     match = NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path} is not named like a checkpoint, step-NUMBER-CHECKSUM.pt")
@@ -112,8 +119,6 @@ def load(path: Path) -> dict[str, Any]:
         digest = _digest(file)
     if digest != match[2]:
         raise ValueError(f"{path} is damaged: its checksum is {digest}")
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
 
 
 def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:

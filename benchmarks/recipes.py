@@ -5,11 +5,12 @@
 
 alone: one run of ``imagenette`` by itself, and the share of time in which the GPU was busy. norm: standard batch norm and
 in-place ABN, variants I and II, in bfloat16 and float32. activation: the paper's question of Table 1, trained with ReLU or leaky
-ReLU, evaluated with either. ranks: statistics over two processes against one, with a smaller network. camvid: the columns of the
-paper's Table 3, standard, in place at the same settings, and in place with more or with larger crops, scored on the test images.
+ReLU, evaluated with either; its runs with leaky ReLU are those of norm. ranks: statistics over two processes against one, with a
+smaller network. camvid: the columns of the paper's Table 3, standard, in place at the same settings, and in place with as many or
+as large crops as standard batch norm's memory holds, scored on the test images. camvid-speed: a few epochs of each by itself.
 
-Runs go beside each other (--beside), so their speeds are not comparable but for the study "alone" and with --beside 1. Rows of
-studies that are not run again stay in the file.
+Runs go beside each other (--beside), so their speeds are not comparable but for the studies alone and camvid-speed, or with
+--beside 1. Rows of studies and seeds that are not run again stay in the file.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from layer import gpu_file, gpu_name
+
+from inplace_abn.recipes import named, task_of
 
 COLUMNS = [
     "study",
@@ -55,34 +58,40 @@ class Job:
     changes: tuple[str, ...]
     dtype: str = "bfloat16"
     ranks: int = 1
+    epochs: int = 0
     evaluations: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 EITHER = {name: ("--activation", name) for name in ("relu", "leaky_relu")}
 TEST = {"test": ("--set", "data.validation=test")}
 SMALL = ("network.name=resnet18", "data.workers=4")
+# Batches and crops in place have the peak of standard batch norm's 16 crops of 320², by `inplace_abn.planning.forecast`.
+CAMVID = [
+    Job("camvid", "standard", ("network.norm=standard",), evaluations=TEST),
+    Job("camvid", "in place", ("network.norm=inplace",), evaluations=TEST),
+    Job("camvid", "in place, more crops", ("network.norm=inplace", "train.batch=26"), evaluations=TEST),
+    Job("camvid", "in place, larger crops", ("network.norm=inplace", "data.crop=408"), evaluations=TEST),
+]
+STANDARD = Job("imagenette", "standard", ("network.norm=standard",), evaluations=EITHER)
 STUDIES = {
     "alone": [Job("imagenette", "inplace", ("network.norm=inplace",))],
     "norm": [
-        Job("imagenette", norm, (f"network.norm={norm}",), dtype)
-        for dtype in ("bfloat16", "float32")
-        for norm in ("standard", "inplace", "inplace-1")
+        STANDARD,
+        *(Job("imagenette", norm, (f"network.norm={norm}",)) for norm in ("inplace", "inplace-1")),
+        *(
+            Job("imagenette", norm, (f"network.norm={norm}",), "float32")
+            for norm in ("standard", "inplace", "inplace-1")
+        ),
     ],
-    "activation": [
-        Job("imagenette", name, ("network.norm=standard", f"network.activation={name}"), evaluations=EITHER)
-        for name in EITHER
-    ],
+    "activation": [replace(STANDARD, variant="relu", changes=(*STANDARD.changes, "network.activation=relu"))],
     "ranks": [
         Job("imagenette", "one process", (*SMALL, "network.norm=inplace")),
         Job("imagenette", "two processes", (*SMALL, "network.norm=sync"), ranks=2),
     ],
-    "camvid": [
-        Job("camvid", "standard", ("network.norm=standard",), evaluations=TEST),
-        Job("camvid", "in place", ("network.norm=inplace",), evaluations=TEST),
-        Job("camvid", "in place, more crops", ("network.norm=inplace", "train.batch=26"), evaluations=TEST),
-        Job("camvid", "in place, larger crops", ("network.norm=inplace", "data.crop=416"), evaluations=TEST),
-    ],
+    "camvid": CAMVID,
+    "camvid-speed": [replace(job, epochs=5, evaluations={}) for job in CAMVID],
 }
+ONE_BY_ONE = ("alone", "camvid-speed")
 
 
 def command(*arguments: str, ranks: int = 1) -> str:
@@ -120,7 +129,6 @@ def busy(job: Job, data: str, changes: list[str]) -> float:
     """Share of time in which a kernel or copy ran, over 30 steps in the middle of a run. Profiling costs the host time."""
     from torch.profiler import ProfilerActivity, profile
 
-    from inplace_abn.recipes import named, task_of
     from inplace_abn.recipes.config import override
     from inplace_abn.recipes.loop import Run
     from inplace_abn.recipes.processes import Ranks
@@ -149,32 +157,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", nargs="+", choices=STUDIES, default=list(STUDIES))
     parser.add_argument("--data", action="append", default=[], metavar="RECIPE=FOLDER")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--beside", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=0, help="the recipe's own if 0")
     parser.add_argument("--set", action="append", default=[], help="more settings, for all runs")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--busy", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     data = dict(pair.split("=", 1) for pair in given.data)
-    common = [
-        f"train.epochs={given.epochs}",
-        f"train.evaluate_every={given.epochs}",
-        "train.save_minutes=60",
-        *given.set,
-    ]
     if given.busy:
         (job,) = STUDIES["alone"]
-        print(json.dumps(busy(job, data[job.recipe], [*common, *job.changes])))
+        print(json.dumps(busy(job, data[job.recipe], [*given.set, *job.changes])))
         return
     import triton
+
+    def anew(row: dict[str, str]) -> bool:
+        return row["study"] in given.study and (row["study"] in ONE_BY_ONE or int(row["seed"]) in given.seeds)
 
     path = gpu_file(given.out, "recipes")
     kept = []
     if path.exists():
         with path.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if row["study"] not in given.study]
-    where = {"epochs": given.epochs, "settings": " ".join(given.set), "gpu": gpu_name()}
+            kept = [row for row in csv.DictReader(file) if not anew(row)]
+    where = {"settings": " ".join(given.set), "gpu": gpu_name()}
     where |= {"torch": torch.__version__, "triton": triton.__version__}
     with path.open("w", newline="") as file, tempfile.TemporaryDirectory() as scratch:
         rows = csv.DictWriter(file, COLUMNS)
@@ -188,8 +193,11 @@ def main() -> None:
 
         def run(study: str, job: Job, seed: int) -> None:
             folder = Path(scratch) / f"{study}-{job.variant}-{job.dtype}-{seed}".replace(" ", "-")
-            changes = [*common, f"train.dtype={job.dtype}", f"train.seed={seed}", *job.changes]
+            epochs = job.epochs or given.epochs or named(job.recipe).train.epochs
+            changes = [f"train.epochs={epochs}", f"train.evaluate_every={epochs}", "train.save_minutes=60", *given.set]
+            changes += [f"train.dtype={job.dtype}", f"train.seed={seed}", *job.changes]
             of = {"study": study, "recipe": job.recipe, "variant": job.variant, "dtype": job.dtype, "seed": seed}
+            of["epochs"] = epochs
             try:
                 note(**of, evaluated="val", **train(job, data[job.recipe], folder, changes))
                 for name, options in job.evaluations.items():
@@ -199,10 +207,12 @@ def main() -> None:
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 print(error, file=sys.stderr, flush=True)
 
+        for study in given.study:
+            for job in STUDIES[study] if study in ONE_BY_ONE else []:
+                run(study, job, 0)
         if "alone" in given.study:
             (job,) = STUDIES["alone"]
-            run("alone", job, 0)
-            again = ["--epochs", str(given.epochs), "--busy", *assigned(given.set), "--data", given.data[0]]
+            again = ["--busy", *assigned(given.set), *(part for pair in given.data for part in ("--data", pair))]
             done = subprocess.run([sys.executable, __file__, *again], capture_output=True, text=True)
             print(done.stderr[-1500:], file=sys.stderr)
             if not done.returncode:
@@ -210,8 +220,8 @@ def main() -> None:
                 note(study="alone", recipe=job.recipe, variant=job.variant, dtype=job.dtype, seed=0, gpu_busy=share)
         with ThreadPoolExecutor(given.beside) as pool:
             for study in given.study:
-                for job in STUDIES[study] if study != "alone" else []:
-                    for seed in range(given.seeds):
+                for job in STUDIES[study] if study not in ONE_BY_ONE else []:
+                    for seed in given.seeds:
                         pool.submit(run, study, job, seed)
 
 

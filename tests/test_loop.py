@@ -19,7 +19,7 @@ import torch
 from inplace_abn.recipes import named, storage, task_of
 from inplace_abn.recipes.building import built, rate
 from inplace_abn.recipes.config import Optim, override
-from inplace_abn.recipes.data import Order, number, permuted
+from inplace_abn.recipes.data import Order, Permuted, number
 from inplace_abn.recipes.loop import Run, train
 from inplace_abn.recipes.scenes import KINDS
 
@@ -137,7 +137,7 @@ class Numbers:
         return self.length
 
     def order(self, seed, epoch):
-        return permuted(self.length, seed, epoch)
+        return Permuted(self.length, seed, epoch)
 
 
 @pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (1, 4), (2, 2), (4, 1)])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import random
 import struct
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -18,13 +20,13 @@ from inplace_abn.memory import LiveBytes
 from inplace_abn.recipes import classes as known_classes
 from inplace_abn.recipes import data, labelled, named, names, pixels, prediction, sizing, storage, task_of
 from inplace_abn.recipes.config import Config, from_dict, override, settings
-from inplace_abn.recipes.data import Draw
-from inplace_abn.recipes.files import read_image, write_png
+from inplace_abn.recipes.data import Draw, Permuted
+from inplace_abn.recipes.files import Paths, read_image, write_png
 from inplace_abn.recipes.loop import train
 from inplace_abn.recipes.losses import bootstrapped
 from inplace_abn.recipes.metrics import confusion, ious, mean_iou, pixel_accuracy
 from inplace_abn.recipes.scenes import CLASSES, COLOURS, KINDS, VOID, scene
-from inplace_abn.recipes.segmentation import coloured, fused, predicted, tiled
+from inplace_abn.recipes.segmentation import Segmentation, coloured, fused, predicted, tiled
 from inplace_abn.recipes.small import Small
 
 Image = pytest.importorskip("PIL.Image")
@@ -265,6 +267,26 @@ def imagenet(folder, *changes) -> Config:
     return override(named("imagenette"), [f"data.path={folder}", *plain, *changes])
 
 
+def test_a_million_files_take_little_memory():
+    def names():
+        return (f"train/n{i // 1000:08d}/n{i // 1000:08d}_{i}.JPEG" for i in range(100_000))
+
+    tracemalloc.start()
+    try:
+        paths, order = Paths(names()), Permuted(100_000, 0, 0)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # 40 characters and an end each; bytes and arrays grow by an eighth at a time. Torch's indices are not Python's memory.
+    assert held < 1.125 * 100_000 * (40 + 8) + 10_000
+    assert len(paths) == 100_000 and paths[-1] == "train/n00000099/n00000099_99999.JPEG"
+    assert paths[7:10] == [*names()][7:10] and list(pickle.loads(pickle.dumps(paths)))[:3] == paths[:3]
+    assert Paths(["ä", "", "b/c"])[:] == ["ä", "", "b/c"]
+    with pytest.raises(IndexError):
+        paths[100_000]
+    assert order[5:9] == [order[i] for i in range(5, 9)] and sorted(d.sample for d in order[:]) == list(range(100_000))
+
+
 def test_broken_files_are_replaced_and_labels_stay_right(folder, tmp_path):
     broken = {}
     for kind, path in enumerate(random.Random(0).sample(sorted((folder / "train").rglob("*.png")), 7)):
@@ -434,6 +456,46 @@ def test_crops_scale_flip_and_pad(tmp_path):
     assert {top for top, _ in places} == set(range(7)) and {left for _, left in places} >= {0, 24}
     larger = pixels.segmentation(config_of(tmp_path, "pairs", "augment.scale_low=2", "augment.scale_high=2"), "train")
     assert all(larger[Draw(0, seed)][1].shape == (16, 16) for seed in range(10))
+
+
+def test_images_are_resized_and_results_keep_the_labels_size(tmp_path):
+    for part in ("train", "val"):
+        pairs(tmp_path, part=part)
+    twice = [
+        "data.resize=40",
+        "data.evaluate_resize=40",
+        "augment.scale_low=1",
+        "augment.scale_high=1",
+        "augment.flip=0",
+    ]
+    samples = pixels.segmentation(config_of(tmp_path, "pairs", *twice), "train")
+    whole, label = picture(0), samples.read(0)[1]
+    larger = pixels.resampled(whole, (40, 48))
+    for seed in range(5):
+        crop, labels, _ = samples[Draw(0, seed)]
+        # A window of 8 pixels, enlarged to 16: inside of its border it is that of the enlarged image.
+        at = [
+            (t, s) for t in range(13) for s in range(17) if torch.equal(labels[::2, ::2], label[t : t + 8, s : s + 8])
+        ]
+        assert any(
+            torch.equal(crop[:, 2:-2, 2:-2], larger[:, 2 * t + 2 : 2 * t + 14, 2 * s + 2 : 2 * s + 14]) for t, s in at
+        )
+    val = pixels.segmentation(config_of(tmp_path, "pairs", *twice), "val")
+    image, label, _ = val[val.order(0, 0)[0]]
+    assert torch.equal(image, larger) and label.shape == (20, 24)
+    shown = Segmentation().picture(val, lambda images: torch.zeros(1, 3, images.shape[2] // 2, images.shape[3] // 2))
+    assert shown.shape == (3, 4 * 20, 3 * 24)
+
+
+def test_crops_are_recoloured_and_their_labels_are_not(tmp_path):
+    pairs(tmp_path)
+    plain, coloured = (
+        pixels.segmentation(config_of(tmp_path, "pairs", f"augment.colour={c}", f"augment.lighting={c}"), "train")
+        for c in (0, 0.4)
+    )
+    for seed in range(5):
+        (image, label, _), (other, same, _) = plain[Draw(0, seed)], coloured[Draw(0, seed)]
+        assert torch.equal(label, same) and not torch.equal(image, other) and other.dtype == torch.uint8
 
 
 def test_class_uniform_sampling_lifts_rare_classes(tmp_path, monkeypatch):
@@ -624,15 +686,42 @@ def test_fusion_of_views():
 ROUNDING = 9 * 288**0.5 * torch.finfo(torch.float32).eps
 
 
-def test_tiles_agree_with_the_whole_in_the_interior():
+@pytest.mark.parametrize("size", [(96, 160), (75, 141)])
+@torch.no_grad()
+def test_tiles_agree_with_the_whole_in_the_interior(size):
     torch.manual_seed(0)
     net = Small(4, ABN, pixels=True).eval()
-    x = torch.randn(1, 3, 96, 160)
-    with torch.no_grad():
-        whole = F.interpolate(net(x), x.shape[2:], mode="bilinear", align_corners=False)
-    # It sees 2·(1+1+2+2+4+4+8+1)+2 pixels away, and bilinear interpolation one of two pixels more.
-    torch.testing.assert_close(tiled(net, x, 32, 52), whole, rtol=0, atol=ROUNDING * float(whole.abs().max()))
-    torch.testing.assert_close(predicted(net, x, tile=32, margin=52)[1], predicted(net, x)[1], rtol=0, atol=ROUNDING)
+    x = torch.randn(1, 3, *size)
+    whole = net(x)
+    # It sees 2·(1+1+2+2+4+4+8+1)+2 pixels away.
+    torch.testing.assert_close(tiled(net, x, 32, 48), whole, rtol=0, atol=ROUNDING * float(whole.abs().max()))
+
+
+@torch.no_grad()
+def test_images_too_large_for_the_memory_are_cut_into_tiles():
+    torch.manual_seed(0)
+    net, x, said = Small(4, ABN, pixels=True).eval(), torch.randn(1, 3, 100, 520), list[str]()
+
+    class Limited(torch.nn.Module):
+        most = 0
+
+        def forward(self, x):
+            if x.shape[3] > self.most:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return net(x)
+
+    limited, task = Limited(), Segmentation()
+    limited.most = 400
+    whole = net(x)
+    for _ in range(2):
+        got = task.output(limited, x, said.append)
+        torch.testing.assert_close(got, whole, rtol=0, atol=ROUNDING * float(whole.abs().max()))
+    tiles = (320, 192, 128)
+    assert said == [f"images of 520×100 pixels do not fit into the memory: in tiles of {t}² now" for t in tiles]
+    limited.most = 10
+    with pytest.raises(torch.OutOfMemoryError):
+        task.output(limited, x, said.append)
+    assert task.tile == 64
 
 
 def test_a_mirrored_view_of_a_mirrored_image_is_the_same():
@@ -869,7 +958,8 @@ def test_the_released_vistas_network_predicts(tmp_path, monkeypatch):
     predictor = prediction.load(tmp_path / "vistas.pth.tar", tmp_path / "config.json", CPU)
     assert predictor.longest == 2048 and predictor.model.head.pooling_size == (84, 84)
     png(tmp_path / "a.png", picture(0, (40, 64)))
-    classes, sure = predictor(tmp_path / "a.png", [1.0], False, "mean", 128, 0)
+    predictor.longest = 128
+    classes, sure = predictor(tmp_path / "a.png", [1.0], False, "mean", Segmentation())
     assert classes.shape == sure.shape == (40, 64) and int(classes.max()) < 3
 
 

@@ -477,6 +477,7 @@ def predict(given: argparse.Namespace) -> None:
     from rich.progress import track
 
     from .recipes import prediction, processes
+    from .recipes.segmentation import Segmentation
 
     try:
         scales = [float(text) for text in given.scales.split(",")]
@@ -484,18 +485,20 @@ def predict(given: argparse.Namespace) -> None:
             raise ValueError(f"--scales {given.scales}: numbers above 0, at most 8")
         device = processes.Ranks(_device(given.device)).device
         predictor = prediction.load(given.source, given.vistas, device)
-        longest = predictor.longest if given.longest is None else given.longest
+        if given.longest is not None:
+            predictor.longest, predictor.smallest = given.longest, 0
         paths = prediction.images_in(given.images)
         if given.out.resolve() in {path.parent.resolve() for path in paths}:
             raise ValueError(f"{given.out} holds the images themselves; choose another folder for the results")
         twice = sorted(stem for stem, count in Counter(path.stem for path in paths).items() if count > 1)
         if twice:
             raise ValueError(f"results would have the same name: {', '.join(twice[:5])}")
-        if given.tile < 0 or given.tile % 32 or longest < 0:
+        if given.tile < 0 or given.tile % 32 or predictor.longest < 0:
             raise ValueError("--tile and --longest are numbers of pixels, 0 for none; tiles are multiples of 32")
         given.out.mkdir(parents=True, exist_ok=True)
+        task = Segmentation(given.tile)
         for path in track(paths, description="predicting", disable=not sys.stderr.isatty()):
-            classes, sure = predictor(path, scales, given.flip, given.fusion, longest, given.tile)
+            classes, sure = predictor(path, scales, given.flip, given.fusion, task)
             prediction.write(given.out / path.stem, classes, sure, given.output, predictor.labels)
     except (ValueError, OSError, ImportError) as error:
         raise Mistake(str(error)) from error

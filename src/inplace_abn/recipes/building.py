@@ -42,6 +42,10 @@ class Task(Protocol):
         """A mean over the batch."""
         ...
 
+    def output(self, model: nn.Module, x: Tensor, say: Callable[[str], None]) -> Tensor:
+        """What the network gives in an evaluation; ``say`` gets what a person should know of it."""
+        ...
+
     def nothing(self, classes: int) -> Tensor:
         """The counts of no sample."""
         ...

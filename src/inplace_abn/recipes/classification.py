@@ -45,6 +45,11 @@ class Classification:
         """Cross-entropy in float32."""
         return F.cross_entropy(output.float(), targets, label_smoothing=config.loss.smoothing)
 
+    def output(self, model: nn.Module, x: Tensor, say: Callable[[str], None]) -> Tensor:
+        """Logits."""
+        logits: Tensor = model(x)
+        return logits
+
     def nothing(self, classes: int) -> Tensor:
         """The counts of no image."""
         return torch.zeros(4, dtype=torch.double)
@@ -110,9 +115,9 @@ RECIPES: tuple[Config, ...] = (
         "imagenette",
         Network("wide_resnet38"),
         Data("folder", resize=0, crop=128, evaluate_resize=0, evaluate_crop=128, workers=12, cache=True),
-        Augment(pad=8, colour=0.2, lighting=0.0),
-        _COSINE,
-        Train(epochs=20, batch=256, dtype="bfloat16", evaluate_every=5),
+        Augment(pad=8, colour=0.0, lighting=0.0),
+        replace(_COSINE, lr=0.02),
+        Train(epochs=16, batch=256, dtype="bfloat16", evaluate_every=4),
     ),
     _small(
         "fashion-mnist",

@@ -45,10 +45,14 @@ class Data:
     kind: str = setting("folder", "how the data lie", KINDS)
     path: str = setting("", "folder of the data; embedded scenes need none")
     validation: str = setting("val", "the part that is evaluated")
-    resize: int = setting(256, "smallest side of an image before it is cropped, in pixels; 0 leaves it")
+    resize: int = setting(
+        256, "smallest side of an image before it is cropped, in pixels; 0 leaves it; the height of scenes"
+    )
     crop: int = setting(224, "side of the crop that is trained on")
-    evaluate_resize: int = setting(256, "smallest side before the crop of an evaluation; 0 leaves it")
-    evaluate_crop: int = setting(224, "side of the centre crop of an evaluation; 0 takes the whole image")
+    evaluate_resize: int = setting(256, "smallest side of an image that is evaluated, before its crop; 0 leaves it")
+    evaluate_crop: int = setting(
+        224, "side of the centre crop of an evaluation; 0 takes the whole image (classification)"
+    )
     mean: tuple[float, ...] = setting((0.485, 0.456, 0.406), "subtracted from the channels of an image in [0, 1]")
     std: tuple[float, ...] = setting((0.229, 0.224, 0.225), "which the channels are divided by then")
     workers: int = setting(4, "processes that read; the result does not depend on it")
@@ -66,9 +70,11 @@ class Augment:
     """How a training image is varied."""
 
     crop: str = setting(
-        "plain", "anywhere in the image; or of random size and shape, as in Inception", ("plain", "resized")
+        "plain",
+        "anywhere in the image; or of random size and shape, as in Inception (classification)",
+        ("plain", "resized"),
     )
-    pad: int = setting(0, "pixels of zeros around an image before it is cropped")
+    pad: int = setting(0, "pixels of zeros around an image before it is cropped (classification)")
     flip: bool = setting(True, "mirror every other image")
     colour: float = setting(0.4, "spread of saturation, brightness and contrast; 0 for none")
     lighting: float = setting(0.1, "spread along the principal colours of ImageNet; 0 for none")

@@ -15,7 +15,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -27,13 +27,13 @@ __all__ = [
     "Batch",
     "Draw",
     "Order",
+    "Permuted",
     "Problem",
     "Samples",
     "all_of",
     "found",
     "loader",
     "number",
-    "permuted",
     "root_of",
     "seeded",
 ]
@@ -98,11 +98,28 @@ def seeded(seed: int) -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-def permuted(length: int, seed: int, epoch: int) -> list[Draw]:
-    """All samples once, shuffled."""
-    generator = torch.Generator().manual_seed(number(seed, "order", epoch))
-    indices: list[int] = torch.randperm(length, generator=generator).tolist()
-    return [Draw(index, number(seed, epoch, index)) for index in indices]
+class Permuted(Sequence[Draw]):
+    """All samples once, shuffled. Draws are made when they are asked for: ImageNet has a million, and most steps come later."""
+
+    def __init__(self, length: int, seed: int, epoch: int) -> None:
+        generator = torch.Generator().manual_seed(number(seed, "order", epoch))
+        self.indices = torch.randperm(length, generator=generator)
+        self.seed, self.epoch = seed, epoch
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, place: int) -> Draw: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Draw]: ...
+
+    def __getitem__(self, place: int | slice) -> Draw | list[Draw]:
+        if isinstance(place, slice):
+            return [Draw(index, number(self.seed, self.epoch, index)) for index in self.indices[place].tolist()]
+        index = int(self.indices[place])
+        return Draw(index, number(self.seed, self.epoch, index))
 
 
 class Order(Sampler[list[Draw]]):
@@ -152,14 +169,15 @@ class Order(Sampler[list[Draw]]):
 
     def __iter__(self) -> Iterator[list[Draw]]:
         share = self.batch // (self.ranks * self.parts)
-        known, order = -1, list[Draw]()
+        known = -1
+        order: Sequence[Draw] = ()
         for step in range(self.start, self.steps):
             epoch, offset = divmod(step, self.per_epoch)
             if epoch != known:
-                known, order = epoch, list(self.samples.order(self.seed, epoch))
+                known, order = epoch, self.samples.order(self.seed, epoch)
             for part in range(self.parts):
                 first = offset * self.batch + (part * self.ranks + self.rank) * share
-                yield order[first : first + share]
+                yield list(order[first : first + share])
 
 
 def loader(samples: Samples, batches: Sampler[list[Draw]], workers: int, pin: bool) -> DataLoader[Any]:

@@ -35,7 +35,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Scores of a model; every sample is looked at once, by one of the ranks. Of stacked views, the outputs' mean counts.
 
-    Files that cannot be read are told to ``say``, or printed, and left out; too many are an error.
+    What a person should know is told to ``say``, or printed. Files that cannot be read are left out; too many are an error.
     """
     mode, searching = model.training, torch.backends.cudnn.benchmark
     model.eval()
@@ -46,6 +46,7 @@ def evaluate(
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
     prepare = preparation(config, ranks.device)
+    tell = say or functools.partial(print, file=sys.stderr)
     batch = (config.train.evaluate_batch or config.train.batch // config.train.accumulate) // ranks.count or 1
     batch = batch if samples.alike else 1
     mine = list(samples.order(config.train.seed, 0))[ranks.rank :: ranks.count]
@@ -60,7 +61,7 @@ def evaluate(
             continue
         views = images.shape[1] if images.dim() == 5 else 0
         with autocast(config, ranks.device):
-            output = model(prepare(images.flatten(0, 1) if views else images))
+            output = task.output(model, prepare(images.flatten(0, 1) if views else images), tell)
         output = output.float()
         if views:
             output = output.unflatten(0, (-1, views)).mean(1)
@@ -68,7 +69,6 @@ def evaluate(
     model.train(mode)
     torch.backends.cudnn.benchmark = searching
     problems = ranks.gathered(problems)
-    tell = say or functools.partial(print, file=sys.stderr)
     for problem in problems if ranks.rank == 0 else []:
         tell(f"cannot read {problem.name}: {problem.cause}")
     if len(problems) > config.data.corrupt_share * len(samples):
@@ -84,7 +84,7 @@ def picture(config: Config, task: Task, model: nn.Module, samples: Samples, devi
 
     def predict(images: Tensor) -> Tensor:
         with autocast(config, device):
-            output: Tensor = model(prepare(images))
+            output = task.output(model, prepare(images), functools.partial(print, file=sys.stderr))
         return output.float().cpu()
 
     shown = task.picture(samples, predict)

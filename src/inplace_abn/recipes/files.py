@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-__all__ = ["SUFFIXES", "decoded", "read_image", "write_png"]
+__all__ = ["SUFFIXES", "Paths", "decoded", "images_below", "read_image", "write_png"]
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
+
+
+class Paths(Sequence[str]):
+    """Many paths in one piece of memory. A list of a million strings would be copied by every worker that looks at it."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self.bytes, self.ends = bytearray(), array("q")
+        for path in paths:
+            self.bytes += os.fsencode(path)
+            self.ends.append(len(self.bytes))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        index = range(len(self))[index]
+        return os.fsdecode(bytes(self.bytes[self.ends[index - 1] if index else 0 : self.ends[index]]))
+
+
+def images_below(folder: Path) -> list[Path]:
+    """The image files in a folder and in those inside of it, sorted; none if there is no folder."""
+    return sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES) if folder.is_dir() else []
 
 
 @contextlib.contextmanager

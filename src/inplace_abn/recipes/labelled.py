@@ -6,7 +6,8 @@ import functools
 import gzip
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +15,22 @@ import torch
 from torch import Tensor
 
 from ..outside import torchvision
+from .colours import recolouring
 from .config import Config
-from .data import Draw, Problem, all_of, found, permuted, root_of, seeded
-from .files import SUFFIXES, read_image
+from .data import Draw, Permuted, Problem, all_of, found, root_of, seeded
+from .files import SUFFIXES, Paths, images_below, read_image
 from .scenes import KINDS, scene
 
 __all__ = ["VIEWS", "Images", "classification"]
-
-# Principal components of the colours of ImageNet (Krizhevsky et al.): standard deviations and directions, for RGB in [0, 1].
-LIGHT = torch.tensor([0.2175, 0.0188, 0.0045])
-DIRECTIONS = torch.tensor([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
-
-
-# A way to get an image, and its class.
-Item = tuple[Callable[[], Tensor], int]
 
 
 class Images:
     """Labelled images, varied for training or cut for evaluation; what cannot be read is treated as the config says.
 
     Args:
-        items: a way to get each image, and its class.
-        names: what to call the items in messages.
+        names: what to call the images in messages.
+        read: gives the image of an index.
+        labels: the class of every image.
         classes: names of the classes.
         config: of the run.
         view: None for training; else what makes of an image the one that is evaluated, or several stacked.
@@ -43,41 +38,42 @@ class Images:
 
     def __init__(
         self,
-        items: Sequence[Item],
         names: Sequence[str],
+        read: Callable[[int], Tensor],
+        labels: Sequence[int],
         classes: Sequence[str],
         config: Config,
         view: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        self.items, self.names, self.classes, self.config = items, names, classes, config
+        self.names, self.read, self.labels, self.classes, self.config = names, read, labels, classes, config
         self.view = view if view is not None else augmentation(config)
         self.training = view is None
         self.alike = config.data.evaluate_crop > 0 or config.data.kind == "scenes"
         self.cache: list[Tensor | Problem] | None = None
         if config.data.cache and self.training:
-            self.cache = all_of(self._read, len(items), config)
+            self.cache = all_of(self._get, len(names), config)
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self.names)
 
     def order(self, seed: int, epoch: int) -> Sequence[Draw]:
         """All once, shuffled in training."""
-        return permuted(len(self), seed, epoch) if self.training else [Draw(i, 0) for i in range(len(self))]
+        return Permuted(len(self), seed, epoch) if self.training else [Draw(i, 0) for i in range(len(self))]
 
-    def _read(self, index: int) -> Tensor | Problem:
+    def _get(self, index: int) -> Tensor | Problem:
         if self.cache is not None:
             return self.cache[index]
         try:
-            return self.items[index][0]()
+            return self.read(index)
         except (OSError, ValueError) as error:
             return Problem(self.names[index], str(error) or type(error).__name__)
 
     def __getitem__(self, draw: Draw) -> tuple[Tensor | None, int, list[Problem]]:
-        index, image, problems = found(draw, self._read, len(self), self.config, self.training)
+        index, image, problems = found(draw, self._get, len(self), self.config, self.training)
         if image is None:
             return None, -1, problems
         with seeded(draw.seed):
-            return self.view(image), self.items[index][1], problems
+            return self.view(image), self.labels[index], problems
 
 
 def augmentation(config: Config) -> Callable[[Tensor], Tensor]:
@@ -93,18 +89,8 @@ def augmentation(config: Config) -> Callable[[Tensor], Tensor]:
         steps.append(v2.RandomCrop(data.crop, padding=augment.pad or None, pad_if_needed=True))
     if augment.flip:
         steps.append(v2.RandomHorizontalFlip())
-    if augment.colour:
-        steps.append(v2.ColorJitter(augment.colour, augment.colour, augment.colour))
-    if augment.lighting:
-        steps.append(functools.partial(lit, spread=augment.lighting))
-    composed: Callable[[Tensor], Tensor] = v2.Compose(steps)
+    composed: Callable[[Tensor], Tensor] = v2.Compose([*steps, *recolouring(augment)])
     return composed
-
-
-def lit(image: Tensor, spread: float) -> Tensor:
-    """A uint8 image under another light: moved along the principal colours of ImageNet."""
-    shift = DIRECTIONS @ (spread * torch.randn(3) * LIGHT)
-    return (image + (255 * shift).view(3, 1, 1)).round_().clamp_(0, 255).to(torch.uint8)
 
 
 def centre(config: Config, resize: int | None = None, crop: int | None = None) -> Callable[[Tensor], Tensor]:
@@ -159,18 +145,25 @@ def classification(config: Config, split: str, view: str = "centre") -> Images:
 def _folder(root: Path, config: Config, split: str, look: Any) -> Images:
     """The ImageNet layout: split/class/image."""
     classes = _classes(root / "train")
-    items, paths = list[Item](), list[Path]()
     if split != "train" and _classes(root / split) != classes:
         odd = sorted(set(_classes(root / split)) ^ set(classes))
         raise ValueError(f"{root / 'train'} and {root / split} differ in classes: {', '.join(odd[:5])}")
-    for label, name in enumerate(classes):
-        found = sorted(p for p in (root / split / name).rglob("*") if p.suffix.lower() in SUFFIXES)
-        if not found and split == "train":
-            raise ValueError(f"no images in {root / split / name}; known are {' '.join(SUFFIXES)}")
-        for path in found:
-            paths.append(path)
-            items.append((functools.partial(read_image, path), label))
-    return Images(items, [str(path) for path in paths], classes, config, look)
+    labels = array("q")
+
+    def listed() -> Iterator[str]:
+        for label, name in enumerate(classes):
+            found = images_below(root / split / name)
+            if not found and split == "train":
+                raise ValueError(f"no images in {root / split / name}; known are {' '.join(SUFFIXES)}")
+            labels.extend([label] * len(found))
+            yield from map(str, found)
+
+    paths = Paths(listed())
+    return Images(paths, functools.partial(_opened, paths), labels, classes, config, look)
+
+
+def _opened(paths: Paths, index: int) -> Tensor:
+    return read_image(Path(paths[index]))
 
 
 def _classes(folder: Path) -> list[str]:
@@ -186,9 +179,9 @@ def _idx(root: Path, config: Config, split: str, look: Any) -> Images:
     images, labels = (_read_idx(root, f"{stem}-{kind}") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte"))
     if len(images) != len(labels):
         raise ValueError(f"{len(images)} images but {len(labels)} labels in {root}")
-    items: list[Item] = [(functools.partial(_gray, images, i), int(label)) for i, label in enumerate(labels)]
-    names = [f"{stem} image {i}" for i in range(len(items))]
-    return Images(items, names, [str(i) for i in range(int(labels.max()) + 1)], config, look)
+    names = [f"{stem} image {i}" for i in range(len(labels))]
+    classes = [str(i) for i in range(int(labels.max()) + 1)]
+    return Images(names, functools.partial(_gray, images), labels.tolist(), classes, config, look)
 
 
 def _gray(images: Tensor, index: int) -> Tensor:
@@ -219,8 +212,9 @@ def _scene_kinds(config: Config, split: str, look: Any) -> Images:
     length = config.data.length if split == "train" else config.data.length // 4
     size = (config.data.resize, config.data.resize)
     seed = 1 if split == "train" else 2
-    items: list[Item] = [(functools.partial(_drawn, i, size, seed), i % len(KINDS)) for i in range(length)]
-    return Images(items, [f"scene {i}" for i in range(length)], KINDS, config, look)
+    labels = [i % len(KINDS) for i in range(length)]
+    read = functools.partial(_drawn, size=size, seed=seed)
+    return Images([f"scene {i}" for i in range(length)], read, labels, KINDS, config, look)
 
 
 def _drawn(index: int, size: tuple[int, int], seed: int) -> Tensor:

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from . import storage
 from .classes import CAMVID, CITYSCAPES, COCO_STUFF, Classes, hues, plain, vistas_classes
+from .colours import recolouring
 from .config import Config
-from .data import Draw, Problem, all_of, found, number, permuted, root_of, seeded
-from .files import SUFFIXES, decoded, read_image
+from .data import Draw, Permuted, Problem, all_of, found, number, root_of, seeded
+from .files import Paths, decoded, images_below, read_image
 from .scenes import CLASSES, COLOURS, VOID, scene
 
 __all__ = ["Pixels", "segmentation"]
@@ -46,16 +47,17 @@ def segmentation(config: Config, split: str) -> Pixels:
         "vistas": _vistas,
     }
     pairs, classes = listing[data.kind](root, part)
-    read = functools.partial(_read_pair, pairs, classes)
+    images, labels = Paths(str(image) for image, _ in pairs), Paths(str(label) for _, label in pairs)
+    read = functools.partial(_read_pair, images, labels, classes)
     identity = "\n".join(f"{label} {label.stat().st_size}" for _, label in pairs)
-    return Pixels([str(image) for image, _ in pairs], read, classes, config, training, identity)
+    return Pixels(images, read, classes, config, training, identity)
 
 
 def _matched(images: Path, labels: Path, key: Callable[[str], str]) -> list[tuple[Path, Path]]:
     """Pairs of the files in two folders whose names agree but for the suffix, or whatever ``key`` leaves of them."""
     sides = []
     for folder in (images, labels):
-        files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES) if folder.is_dir() else []
+        files = images_below(folder)
         sides.append({key(str(p.relative_to(folder).with_suffix(""))): p for p in files})
         if len(sides[-1]) < len(files):
             raise ValueError(f"{folder} has files that differ in their suffix alone")
@@ -146,8 +148,8 @@ def _drawn(index: int, size: tuple[int, int], seed: int) -> tuple[Tensor, Tensor
     return (255 * image).round_().to(torch.uint8), label.to(torch.uint8)
 
 
-def _read_pair(pairs: Sequence[tuple[Path, Path]], classes: Classes, index: int) -> tuple[Tensor, Tensor]:
-    image, label = pairs[index]
+def _read_pair(images: Paths, labels: Paths, classes: Classes, index: int) -> tuple[Tensor, Tensor]:
+    image, label = Path(images[index]), Path(labels[index])
     picture, values = read_image(image), read_label(label)
     if picture.shape[1:] != values.shape:
         sizes = ["×".join(map(str, reversed(t.shape[-2:]))) for t in (picture, values)]
@@ -208,6 +210,7 @@ class Pixels:
         self.config, self.training, self.identity = config, training, identity
         self.classes = labels.names
         self.alike = config.data.kind in ("scenes", "camvid", "cityscapes")
+        self.recolouring = recolouring(config.augment)
         self.cache: list[Any] | None = None
         if config.data.cache and training:
             self.cache = all_of(self._get, self.length, config)
@@ -221,7 +224,7 @@ class Pixels:
         if not self.training:
             return [Draw(i, 0) for i in range(self.length)]
         if self.images_of is None:
-            return permuted(self.length, seed, epoch)
+            return Permuted(self.length, seed, epoch)
         generator = torch.Generator().manual_seed(number(seed, "uniform", epoch))
         there = [label for label, images in enumerate(self.images_of) if images]
         draws = []
@@ -270,19 +273,28 @@ class Pixels:
         _, sample, problems = found(draw, self._get, self.length, self.config, self.training)
         if sample is None:
             return None, -1, problems
+        image, label = sample
         if not self.training:
-            return *sample, problems
+            return self.as_seen(image), label, problems
         with seeded(draw.seed):
-            image, label = sample
             return *self.crop(image, label, draw.wanted), problems
 
-    def crop(self, image: Tensor, label: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
-        """A window of random scale and place, mirrored at random, brought to the crop's size; void and mean colour outside.
+    def as_seen(self, image: Tensor) -> Tensor:
+        """An image that is evaluated, its smallest side as the config says; results have the size of its label."""
+        sides = image.shape[1:]
+        factor = (self.config.data.evaluate_resize or min(sides)) / min(sides)
+        return resampled(image, [round(side * factor) for side in sides])
 
-        A scale s and a crop of C pixels is a window of C/s pixels. If a class is wanted, the window holds one of its pixels.
+    def crop(self, image: Tensor, label: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
+        """A window of random scale and place, mirrored and coloured at random, of the crop's size; void and mean colour outside.
+
+        A scale s and a crop of C pixels is a window of C/s pixels of the image, of which ``data.resize`` is another scale. If a
+        class is wanted, the window holds one of its pixels.
         """
         augment, side = self.config.augment, self.config.data.crop
         scale = augment.scale_low + (augment.scale_high - augment.scale_low) * float(torch.rand(()))
+        if self.config.data.resize and self.config.data.kind != "scenes":
+            scale *= self.config.data.resize / min(label.shape)
         window = max(1, round(side / scale))
         top, left = self._place(label, wanted, window)
         rows, columns = slice(max(top, 0), top + window), slice(max(left, 0), left + window)
@@ -294,11 +306,12 @@ class Pixels:
             image = (F.pad(image.float() - mean, edges) + mean).to(torch.uint8)
             label = F.pad(label, edges, value=VOID)
         if window != side:
-            small = F.interpolate(image[None].float(), (side, side), mode="bilinear", antialias=True)[0]
-            image = small.round_().clamp_(0, 255).to(torch.uint8)
+            image = resampled(image, (side, side))
             label = F.interpolate(label[None, None].float(), (side, side), mode="nearest-exact")[0, 0].to(torch.uint8)
         if augment.flip and torch.rand(()) < 0.5:
             image, label = image.flip(-1), label.flip(-1)
+        for step in self.recolouring:
+            image = step(image)
         return image.contiguous(), label.contiguous()
 
     def _place(self, label: Tensor, wanted: int, window: int) -> tuple[int, int]:
@@ -315,3 +328,11 @@ class Pixels:
                 low, high = max(low, at[axis] - window + 1), min(high, at[axis])
             place.append(int(torch.randint(low, high + 1, ())))
         return place[0], place[1]
+
+
+def resampled(image: Tensor, size: Sequence[int]) -> Tensor:
+    """A uint8 image (3, H, W) in another size."""
+    if image.shape[1:] == torch.Size(size):
+        return image
+    large = F.interpolate(image[None].float(), tuple(size), mode="bilinear", antialias=True)[0]
+    return large.round_().clamp_(0, 255).to(torch.uint8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,22 +36,24 @@ class Predictor:
     model: nn.Module
     labels: Classes
     prepare: Callable[[Tensor], Tensor]
-    longest: int
+    longest: int = 0
+    smallest: int = 0
 
     def __call__(
-        self, path: Path, scales: Sequence[float], flip: bool, fusion: str, longest: int, tile: int
+        self, path: Path, scales: Sequence[float], flip: bool, fusion: str, task: Segmentation
     ) -> tuple[Tensor, Tensor]:
-        """Classes and confidences of an image file, at its own size; seen with its longest side at ``longest``, unless 0."""
+        """Classes and confidences of an image file, at its own size; seen with the longest or smallest side that is given."""
         try:
             image = read_image(path)
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
         size = image.shape[1:]
         x = self.prepare(image[None])
-        if longest and longest != max(size):
-            factor = longest / max(size)
+        factor = self.longest / max(size) if self.longest else self.smallest / min(size) if self.smallest else 1
+        if factor != 1:
             x = F.interpolate(x, [max(1, round(factor * side)) for side in size], mode="bilinear", antialias=True)
-        classes, sure = predicted(self.model, x, scales, flip, fusion, tile)
+        tell = functools.partial(print, file=sys.stderr)
+        classes, sure = predicted(lambda view: task.output(self.model, view, tell), x, scales, flip, fusion)
         at = [F.interpolate(t[:, None].float(), size, mode="nearest-exact")[0, 0] for t in (classes, sure)]
         return at[0].to(torch.uint8).cpu(), at[1].cpu()
 
@@ -64,7 +68,7 @@ def load(source: Path, vistas: Path | None, device: torch.device) -> Predictor:
         return Predictor(model.to(device).eval(), labels, prepare, VISTAS_LONGEST)
     config, network, state = restored(source, task_of, device, lambda config: config)
     labels = plain(state["classes"], [tuple(colour) for colour in state["colours"]])
-    return Predictor(network, labels, preparation(config, device), 0)
+    return Predictor(network, labels, preparation(config, device), smallest=config.data.evaluate_resize)
 
 
 def task_of(config: Config) -> Segmentation:

@@ -24,10 +24,20 @@ __all__ = ["RECIPES", "Segmentation", "fused", "predicted", "tiled"]
 
 # Samples of a contact sheet, and the most pixels across.
 SHOWN, WIDEST = 6, 1800
+# What a tile sees beyond its edges, in pixels, and the smallest tile.
+MARGIN, LEAST = 128, 64
 
 
 class Segmentation:
-    """A class for every pixel. Networks give logits at their own stride, which are upsampled where they are needed."""
+    """A class for every pixel. Networks give logits at their own stride, which are upsampled where they are needed.
+
+    Args:
+        tile: side of the tiles that images are evaluated in, a multiple of 32; 0 for whole images. Where the memory does not
+            suffice, they are cut into tiles, or smaller ones, from then on.
+    """
+
+    def __init__(self, tile: int = 0) -> None:
+        self.tile = tile
 
     def build(self, config: Config, classes: int) -> nn.Module:
         """DeepLabV3 on the network, its body from a file if the config names one."""
@@ -47,6 +57,21 @@ class Segmentation:
     def loss(self, config: Config, output: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy of the hardest pixels."""
         return bootstrapped(output, targets, config.loss.hardest)
+
+    @torch.no_grad()
+    def output(self, model: nn.Module, x: Tensor, say: Callable[[str], None]) -> Tensor:
+        """Logits at the network's stride, of the whole or out of tiles."""
+        while True:
+            try:
+                logits: Tensor = tiled(model, x, self.tile, MARGIN) if self.tile else model(x)
+                return logits
+            except torch.OutOfMemoryError:
+                side = self.tile or max(x.shape[2:])
+                if side <= LEAST:
+                    raise
+            # Out of the handler, whose exception holds on to what the network had computed.
+            self.tile = max(LEAST, -(-side // 2 // LEAST) * LEAST)
+            say(f"images of {x.shape[3]}×{x.shape[2]} pixels do not fit into the memory: in tiles of {self.tile}² now")
 
     def nothing(self, classes: int) -> Tensor:
         """The counts of no pixel."""
@@ -72,6 +97,7 @@ class Segmentation:
             if image is None or not isinstance(label, Tensor):
                 continue
             guess = _argmax(predict(image[None]), label.shape)[0]
+            image = pixels.resampled(image, label.shape)
             rows.append(torch.cat([image, coloured(label, samples.labels), coloured(guess, samples.labels)], 2))
         return sheet(rows)
 
@@ -96,55 +122,51 @@ def _argmax(logits: Tensor, size: Sequence[int]) -> Tensor:
     return F.interpolate(logits, tuple(size), mode="bilinear", align_corners=False).argmax(1)
 
 
-@torch.no_grad()
 def tiled(model: nn.Module, x: Tensor, tile: int, margin: int) -> Tensor:
-    """Logits of the image's size, computed tile by tile: what lies ``margin`` pixels inside of a tile is taken from it.
+    """Logits at the network's stride, computed tile by tile: of each, with ``margin`` pixels around it, the middle is taken.
 
-    Both are multiples of the network's stride, so that a tile is sampled as the whole is.
-    The same as of the whole image wherever the network looks no further than the margin; global pooling sees a tile only.
+    Both are multiples of the network's stride, a power of two, so that a tile is sampled as the whole is. The same as of the
+    whole image wherever the network looks no further than the margin; global pooling sees a tile only.
     """
-    height, width = x.shape[2:]
     rows: list[Tensor] = []
-    for top in range(0, height, tile):
+    for top in range(0, x.shape[2], tile):
         columns: list[Tensor] = []
-        for left in range(0, width, tile):
+        for left in range(0, x.shape[3], tile):
             first, start = max(0, top - margin), max(0, left - margin)
             part = x[:, :, first : top + tile + margin, start : left + tile + margin]
-            logits = F.interpolate(model(part).float(), part.shape[2:], mode="bilinear", align_corners=False)
-            columns.append(logits[:, :, top - first : top - first + tile, left - start : left - start + tile])
+            logits = model(part)
+            # A side is rounded up to whole strides, which are powers of two.
+            stride = 1 << (-(-max(part.shape[2:]) // max(logits.shape[2:])) - 1).bit_length()
+            above, before, side = (top - first) // stride, (left - start) // stride, tile // stride
+            columns.append(logits[:, :, above : above + side, before : before + side])
         rows.append(torch.cat(columns, 3))
     return torch.cat(rows, 2)
 
 
 @torch.no_grad()
 def predicted(
-    model: nn.Module,
+    logits_of: Callable[[Tensor], Tensor],
     x: Tensor,
     scales: Sequence[float] = (1.0,),
     flip: bool = False,
     fusion: str = "mean",
-    tile: int = 0,
-    margin: int = 128,
 ) -> tuple[Tensor, Tensor]:
     """Classes and confidences, of shape (N, H, W), over an image at several scales, mirrored or not.
 
     Args:
-        model: gives logits at any stride.
+        logits_of: the network, whose logits have any stride.
         x: prepared images (N, 3, H, W).
         scales: of the image, before the network sees it.
         flip: look at the mirror image as well, at every scale.
         fusion: "mean" of the probabilities; "voting", where every view has a vote for each pixel and summed probabilities decide
             between equals; "max", the view that is most confident.
-        tile: side of tiles, for images too large for the memory; 0 for the whole.
-        margin: of tiles.
     """
     views = []
     for scale in scales:
         size = [max(1, round(scale * side)) for side in x.shape[2:]]
         at = x if scale == 1 else F.interpolate(x, size, mode="bilinear", align_corners=False)
         for mirrored in (False, True) if flip else (False,):
-            seen = at.flip(3) if mirrored else at
-            logits = tiled(model, seen, tile, margin) if tile else model(seen).float()
+            logits = logits_of(at.flip(3) if mirrored else at).float()
             logits = F.interpolate(logits, x.shape[2:], mode="bilinear", align_corners=False)
             views.append((logits.flip(3) if mirrored else logits).softmax(1))
     return fused(views, fusion)
@@ -189,7 +211,7 @@ def _paper(kind: str, network: str, norm: str, crops: int, crop: int, uniform: b
         name,
         "segmentation",
         Network(_NETWORKS[network], norm),
-        Data(kind, crop=crop, workers=8, uniform=uniform),
+        Data(kind, resize=0, crop=crop, evaluate_resize=0, workers=8, uniform=uniform),
         _AUGMENT,
         Loss(hardest=0.25),
         replace(_OPTIM, lr=3.5e-3) if kind == "vistas" else _OPTIM,
@@ -240,7 +262,7 @@ RECIPES: tuple[Config, ...] = (
         "embedded-segment",
         "segmentation",
         Network("small"),
-        Data("scenes", resize=64, crop=64, length=320, workers=0, cache=True),
+        Data("scenes", resize=64, crop=64, evaluate_resize=0, length=320, workers=0, cache=True),
         Augment(colour=0.0, lighting=0.0, scale_low=1.0, scale_high=1.0),
         Loss(hardest=1.0),
         Optim("adamw", lr=4e-3, weight_decay=1e-2, decay="weights", schedule="cosine", warmup=1),
@@ -250,7 +272,7 @@ RECIPES: tuple[Config, ...] = (
         "camvid",
         "segmentation",
         Network("resnet50", output_stride=8),
-        Data("camvid", crop=320, workers=12, cache=True),
+        Data("camvid", resize=0, crop=320, evaluate_resize=0, workers=12, cache=True),
         Augment(colour=0.0, lighting=0.0, scale_low=0.7, scale_high=2.0),
         Loss(hardest=0.25),
         Optim(lr=0.05, weight_decay=1e-4, nesterov=False, schedule="poly", warmup=1),

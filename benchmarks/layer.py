@@ -250,7 +250,6 @@ def gpu(rounds: int, out: Path, share: str | None) -> Path | None:
         rows.writerow(GPU_COLUMNS)
         for case in gpu_cases():
             kernels._LAUNCHES.clear()
-            kernels._APART.clear()
             calls = gpu_calls(case)
             if size_of(case) <= 12 << 20:
                 for direction, call in empty_launches().items():

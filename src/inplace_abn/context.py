@@ -15,6 +15,7 @@ from torch.autograd.function import BackwardCFunction
 
 __all__ = [
     "Passing",
+    "is_dense",
     "is_exported",
     "is_traced",
     "is_transformed",
@@ -32,7 +33,7 @@ def is_transformed() -> bool:
 
 def is_traced() -> bool:
     """Whether the call is recorded rather than run: compiled, exported, traced or transformed."""
-    return torch.compiler.is_compiling() or torch._C._is_tracing() or is_transformed()
+    return torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active()
 
 
 def is_exported() -> bool:
@@ -98,8 +99,19 @@ def may_overwrite(x: Tensor) -> bool:
     return not overlaps(x)
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether x is laid out as a new tensor would be, in one of torch's formats."""
+    return (
+        x.is_contiguous()
+        or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
+        or (x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d))
+    )
+
+
 def overlaps(x: Tensor) -> bool:
     """Whether two indices of x may share an element: every stride must step over all that the smaller ones reach."""
+    if is_dense(x):
+        return False
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1:

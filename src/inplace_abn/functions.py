@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo
 
 from . import ranks, reference
 from .activations import SLOPE, Activation, resolve, warn_of_slope, warn_once
-from .context import is_exported, is_traced, is_transformed, is_wrapped, may_overwrite, overlaps, recomputing
+from .context import is_dense, is_exported, is_traced, is_transformed, is_wrapped, may_overwrite, overlaps, recomputing
 from .library import Compiled, backend
 from .ranks import active_group
 from .recompute import Record, is_used
@@ -303,11 +303,13 @@ class InPlaceABN(torch.autograd.Function):
         running_mean, running_var, num_batches_tracked = (
             (None, None, None) if recomputing() and how.training else buffers
         )
-        fresh = how.training and anchor is None and _is_dense(x)
+        fresh = False
         if how.overwrite and may_overwrite(x) and (residual is None or not _share_memory(x, residual)):
-            z, fresh = x, False
+            z = x
             ctx.mark_dirty(x)
-        elif not fresh:
+        elif how.training and anchor is None and is_dense(x):
+            fresh = True
+        else:
             z = x.clone()
         if fresh:
             # Straight into a new z: a copy would be read once more.
@@ -539,12 +541,6 @@ def _checked_residual(residual: Tensor, x: Tensor) -> Tensor:
     return residual.to(x.dtype)
 
 
-def _is_dense(x: Tensor) -> bool:
-    """Whether x is laid out as a new tensor would be, in one of torch's formats."""
-    inner = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    return x.is_contiguous() or (inner is not None and x.is_contiguous(memory_format=inner))
-
-
 def _share_memory(x: Tensor, residual: Tensor) -> bool:
     return x.untyped_storage().data_ptr() == residual.untyped_storage().data_ptr()
 
@@ -566,10 +562,12 @@ def check(
     if x.dim() < 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; it needs at least two dimensions, (N, C) or (N, C, …)")
     channels, device, dtype = x.shape[1], x.device, x.dtype
-    named = (("weight", weight), ("bias", bias), ("running_mean", running_mean), ("running_var", running_var))
-    for name, v in named:
-        if v is None:
+    for i, v in enumerate((weight, bias, running_mean, running_var)):
+        if v is None or (
+            v.shape == (channels,) and v.device == device and (v.dtype == dtype or v.dtype == torch.float32)
+        ):
             continue
+        name = ("weight", "bias", "running_mean", "running_var")[i]
         if v.shape != (channels,):
             raise ValueError(
                 f"{name} has shape {tuple(v.shape)}, but x of shape {tuple(x.shape)} has {channels} channels "
@@ -577,8 +575,7 @@ def check(
             )
         if v.device != device:
             raise ValueError(f"{name} is on {v.device} and x on {device}; move both to one device")
-        if v.dtype != dtype and v.dtype != torch.float32:
-            raise TypeError(f"{name} is {v.dtype} and x {dtype}; keep {name} in float32 or in x's dtype")
+        raise TypeError(f"{name} is {v.dtype} and x {dtype}; keep {name} in float32 or in x's dtype")
     counter = num_batches_tracked
     if counter is not None and (counter.device != device or counter.dtype != torch.int64):
         raise ValueError(
@@ -622,7 +619,11 @@ def check_options(phi: Activation, eps: float, floor: float, variant: str, gamma
 
 def _needs_graph(*tensors: Tensor | None) -> bool:
     """Whether there is a backward pass to keep z for."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def _checksum(z: Tensor) -> Tensor:

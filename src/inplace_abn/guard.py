@@ -151,11 +151,13 @@ def of(layer: nn.Module) -> Guard:
 
 def _known(layer: nn.Module, dtype: torch.dtype) -> Known:
     """Which γ and β, of which version, a decision is about, and for which dtype of x."""
-    numbers = []
-    for v in (layer.weight, layer.bias):
-        # A parametrized one is new every time; it is looked at by count alone.
-        numbers += [id(v), v._version] if isinstance(v, nn.Parameter) and not v.is_inference() else [0, 0]
-    return numbers[0], numbers[1], numbers[2], numbers[3], dtype
+    # A parametrized one is not among the parameters, being new every time; it is looked at by count alone.
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    return id(weight), _version(weight), id(bias), _version(bias), dtype
+
+
+def _version(v: Tensor | None) -> int:
+    return 0 if v is None or v.is_inference() else v._version
 
 
 # By parameter, the layers that have decided. What an optimizer does to it is no reason to look again at once.
@@ -184,14 +186,19 @@ def _of_optimizer(optimizer: Any) -> list[nn.Module]:
         return list({layer for layers in sets if layers is not None for layer in layers})
 
 
+# Between the beginning of an optimizer's step and its end.
+_STEPPING: weakref.WeakKeyDictionary[Any, list[nn.Module]] = weakref.WeakKeyDictionary()
+
+
 def _before(optimizer: Any, *_: Any) -> None:
-    for layer in _of_optimizer(optimizer):
+    layers = _STEPPING[optimizer] = _of_optimizer(optimizer)
+    for layer in layers:
         guard = of(layer)
         guard.was_known = guard.known is not None and guard.known == _known(layer, guard.known[-1])
 
 
 def _after(optimizer: Any, *_: Any) -> None:
-    for layer in _of_optimizer(optimizer):
+    for layer in _STEPPING.pop(optimizer, ()):
         guard = of(layer)
         if guard.was_known and guard.known is not None:
             guard.known = _known(layer, guard.known[-1])

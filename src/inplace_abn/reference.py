@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from .activations import Activation, Formula, Gradient
+from .context import is_dense
 
 __all__ = [
     "TILE",
@@ -470,11 +471,7 @@ def _is_dense(x: Tensor) -> bool:
     """Whether ATen's in-place batch norm is right: for other strides it is silently wrong, for 16 bits too coarse."""
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
         return False
-    return (
-        x.is_contiguous()
-        or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
-        or (x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d))
-    )
+    return is_dense(x)
 
 
 def _dense_moments(x: Tensor) -> tuple[Tensor, Tensor]:

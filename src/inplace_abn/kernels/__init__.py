@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
+from operator import or_
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -141,10 +142,9 @@ def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout | None:
 def supports(x: Tensor) -> bool:
     """Whether the kernels take x: float32, float16 or bfloat16 on a GPU, with strides that let pixels run in one line."""
     # Subclasses (fake tensors among them) and lazily negated tensors are not what their memory says.
-    plain = type(x) in (Tensor, torch.nn.Parameter) and x.is_cuda and not x.is_neg()
-    return (
-        plain and x.dtype in (torch.float32, torch.float16, torch.bfloat16) and x.numel() > 0 and layout(x) is not None
-    )
+    if type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cuda or x.is_neg():
+        return False
+    return x.dtype in (torch.float32, torch.float16, torch.bfloat16) and x.numel() > 0 and layout(x) is not None
 
 
 @cache
@@ -331,38 +331,51 @@ _LAUNCHES: dict[tuple[Any, ...], Launch | None] = {}
 def _launch(
     kernel: Any, maps: int, twice: int, tensors: list[Tensor], floats: tuple[float, ...], flags: dict[str, Any]
 ) -> bool:
-    """Run a kernel, planned and compiled on the first call of its kind; False where the card cannot.
-
-    The first ``maps`` of the tensors are full-sized. ``twice`` says how many of these one launch reads twice, by a team, and
-    is to find in the cache the second time; 0 for the kernels whose members do not wait.
-    """
-    x = tensors[0]
-    pointers = [t.data_ptr() for t in tensors]
-    aligned = not any(p % 16 for p in pointers[:maps])
-    # All that a plan depends on, or that is compiled into a kernel. Functions by their identity: hashing one reads its source.
-    key = (id(kernel), x.shape, x.stride(), x.device, aligned, *[t.dtype for t in tensors], *map(id, flags.values()))
-    # An integer would be compiled into the kernel, and stay there.
-    floats = tuple(map(float, floats))
-    if key not in _LAUNCHES:
-        _LAUNCHES[key] = _prepare(kernel, aligned, maps, twice, tensors, floats, flags)
-    launch = _LAUNCHES[key]
+    """Run a kernel; False where the card cannot. The arguments are those of :func:`_planned`."""
+    launch = _planned(kernel, maps, twice, tensors, floats, flags)
     if launch is None:
         return False
-    more: tuple[Tensor, ...] = ()
+    _start(launch, tensors, floats)
+    return True
+
+
+def _planned(
+    kernel: Any, maps: int, twice: int, tensors: list[Tensor], floats: tuple[float, ...], flags: dict[str, Any]
+) -> Launch | None:
+    """How to run a kernel on tensors like these, planned and compiled on the first call of its kind; None where the card cannot.
+
+    The first ``maps`` of the tensors are full-sized. ``twice`` says how many of these one launch reads twice, by a team, and
+    is to find in the cache the second time; 0 for the kernels whose members do not wait. Flags come out of a cache.
+    """
+    x = tensors[0]
+    aligned = not reduce(or_, [t.data_ptr() for t in tensors[:maps]]) % 16
+    # All that a plan depends on, or that is compiled into a kernel. By identity what stays: it is quicker than by contents.
+    key = (id(kernel), id(flags), x.shape, x.stride(), x.device, aligned, *[t.dtype for t in tensors])
+    try:
+        return _LAUNCHES[key]
+    except KeyError:
+        launch = _LAUNCHES[key] = _prepare(kernel, aligned, maps, twice, tensors, tuple(map(float, floats)), flags)
+        return launch
+
+
+def _start(launch: Launch, tensors: list[Tensor], floats: tuple[float, ...]) -> None:
+    """Run what was planned."""
+    x = tensors[0]
     if launch.words:
-        more = _words(x, launch.words)
+        tensors = [*tensors, *_words(x, launch.words)]
     elif launch.room[0]:
-        more = (
+        room = (
             _fresh_counters(x.device, *launch.room) if _capturing(x) else _counters(x.device, _stream(x), *launch.room)
         )
-    pointers += [t.data_ptr() for t in more]
+        tensors = [*tensors, *room]
+    pointers = [t.data_ptr() for t in tensors]
     # Compiled for pointers aligned as torch allocates; parameters cut out of a larger tensor may not be.
-    if launch.run is None or any(p % 16 for p in pointers):
-        arguments = (*tensors, *more, *launch.numbers, *floats)
+    if launch.run is None or reduce(or_, pointers) % 16:
+        # An integer would be compiled into the kernel, and stay there.
+        arguments = (*tensors, *launch.numbers, *map(float, floats))
         launch.kernel[(launch.grid,)](*arguments, **launch.constants, **launch.options)
     else:
-        launch.run(*pointers, *launch.numbers, *floats, *launch.trailing, stream=_stream(x))
-    return True
+        launch.run(*pointers, *launch.numbers, *map(float, floats), *launch.trailing, stream=_stream(x))
 
 
 def _prepare(
@@ -424,6 +437,40 @@ def resident(registers: int, shared: int, where: Card) -> int:
     return min(where.registers // (registers * 32 * WARPS), where.shared // (shared + 1024), by_threads)
 
 
+@cache
+def _forward_flags(
+    track: bool, cumulative: bool, counted: bool, weight: bool, bias: bool, residual: bool, phi: Activation | None
+) -> dict[str, Any]:
+    """What is compiled into the kernels of a forward pass; each takes what it knows."""
+    return {
+        "TRACK": track, "CUMULATIVE": cumulative, "COUNTED": counted, "HAS_WEIGHT": weight, "HAS_BIAS": bias,
+        "RESIDUAL": residual, "PHI": None if phi is None else compiled(phi)[0],
+    }  # fmt: skip
+
+
+@cache
+def _backward_flags(
+    weight: bool,
+    bias: bool,
+    residual: bool,
+    from_x: bool,
+    hat: bool,
+    phi: Activation,
+    variant: str,
+    need_r: bool = False,
+    fixed: bool = False,
+) -> dict[str, Any]:
+    """What is compiled into the kernels of a backward pass; each takes what it knows."""
+    forward, inverse, backward = compiled(phi)
+    if from_x and phi.inverse is not None:
+        # From x: what φ′ wants is φ(y); without an inverse, y itself, and the identity stands there already.
+        inverse = forward
+    return {
+        "HAS_WEIGHT": weight, "HAS_BIAS": bias, "RESIDUAL": residual, "FROM_X": from_x, "HAT": hat, "INVERSE": inverse,
+        "BACKWARD": backward, "VARIANT_I": variant == "I" or from_x, "NEED_R": need_r, "FIXED": fixed,
+    }  # fmt: skip
+
+
 def _moments(
     x: Tensor,
     eps: float,
@@ -435,7 +482,7 @@ def _moments(
     mean, var, invstd = (torch.empty(x.shape[1], dtype=torch.float32, device=x.device) for _ in range(3))
     moved = [*(running or (mean, var)), invstd if tracked is None else tracked]
     floats = (x.numel() / x.shape[1], momentum or 0.0, eps)
-    flags = {"TRACK": running is not None, "CUMULATIVE": momentum is None}
+    flags = _forward_flags(running is not None, momentum is None, False, False, False, False, None)
     _launch(device.moments_kernel, 1, 0, [x, mean, var, invstd, *moved], floats, flags)
     return mean, var, invstd
 
@@ -455,10 +502,8 @@ def _transform_(
 ) -> None:
     vectors = [mean.contiguous(), invstd.contiguous(), _vector(weight, mean), _vector(bias, mean)]
     maps = [x, x if residual is None else _as(residual, x), x if out is None else out]
-    flags = {
-        "COUNTED": tracked is not None, "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
-        "RESIDUAL": residual is not None, "PHI": compiled(phi)[0],
-    }  # fmt: skip
+    has = tracked is not None, weight is not None, bias is not None, residual is not None
+    flags = _forward_flags(False, False, *has, phi)
     counter = mean if tracked is None else tracked
     _launch(device.transform_kernel, 3, 0, [*maps, *vectors, counter], (floor, a), flags)
 
@@ -508,11 +553,8 @@ def normalize_batch_(
         means, variances = dense or (invstd, invstd)
         r = x if residual is None else _as(residual, x)
         tensors = [x, r, _vector(weight, invstd), _vector(bias, invstd), invstd, means, variances]
-        flags = {
-            "TRACK": dense is not None, "CUMULATIVE": momentum is None, "COUNTED": tracked is not None,
-            "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
-            "RESIDUAL": residual is not None, "PHI": compiled(phi)[0],
-        }  # fmt: skip
+        has = tracked is not None, weight is not None, bias is not None, residual is not None
+        flags = _forward_flags(dense is not None, momentum is None, *has, phi)
         tensors.append(invstd if tracked is None else tracked)
         if not _launch(device.forward_kernel, 2, 1, tensors, (momentum or 0.0, eps, floor, a), flags):
             mean, _, invstd = _moments(x, eps, dense, tracked, momentum)
@@ -588,29 +630,10 @@ def sums(
     with _on(z):
         maps = [_as(dz, z), z, z if residual is None else _as(residual, z)]
         vectors = [*(_vector(v, sum_dy) for v in (weight, bias, mean, invstd)), sum_dy, sum_dy_xhat]
-        flags = _flags(weight, bias, residual, phi, variant, mean)
+        has = weight is not None, bias is not None, residual is not None, mean is not None, isinstance(mean, float)
+        flags = _backward_flags(*has, phi, variant)
         _launch(device.sums_kernel, 3, 0, maps + vectors, (floor, a), flags)
     return sum_dy, sum_dy_xhat
-
-
-def _flags(
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    phi: Activation,
-    variant: str,
-    mean: Tensor | float | None,
-) -> dict[str, Any]:
-    """What is compiled into the kernels of a backward pass."""
-    forward, inverse, backward = compiled(phi)
-    if mean is not None and phi.inverse is not None:
-        # From x: what φ′ wants is φ(y); without an inverse, y itself, and the identity stands there already.
-        inverse = forward
-    return {
-        "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "RESIDUAL": residual is not None,
-        "FROM_X": mean is not None, "HAT": isinstance(mean, float), "INVERSE": inverse, "BACKWARD": backward,
-        "VARIANT_I": variant == "I" or mean is not None,
-    }  # fmt: skip
 
 
 def input_grad(
@@ -635,7 +658,8 @@ def input_grad(
     with _on(z):
         maps = [_as(dz, z), z, z if residual is None else _as(residual, z), dx, dx if dr is None else dr]
         vectors = [_vector(v, invstd) for v in (weight, bias, mean, invstd, sum_dy, sum_dy_xhat)]
-        flags = _flags(weight, bias, residual, phi, variant, mean) | {"NEED_R": dr is not None, "FIXED": sum_dy is None}
+        has = weight is not None, bias is not None, residual is not None, mean is not None, isinstance(mean, float)
+        flags = _backward_flags(*has, phi, variant, dr is not None, sum_dy is None)
         _launch(device.input_grad_kernel, 5, 0, maps + vectors, (max(count, 1), floor, a), flags)
     return dx
 
@@ -669,43 +693,18 @@ def input_grad_batch(
     """dx, dγ, dβ of a local batch."""
     with _on(z):
         dz, r = _as(dz, z), None if residual is None else _as(residual, z)
-        together = _input_grad_together(dz, z, weight, bias, invstd, floor, phi, a, variant, r, dr, mean)
-    if together is not None:
-        return together
+        has = weight is not None, bias is not None, r is not None, mean is not None, isinstance(mean, float)
+        flags = _backward_flags(*has, phi, variant, dr is not None)
+        read = [dz, z, z if r is None else r]
+        vectors = [*[_vector(v, invstd) for v in (weight, bias, mean)], invstd]
+        # Nothing is made for a launch that there is not: what it would write looks like what it reads.
+        alike = [*read, z, z, *vectors, invstd, invstd]
+        launch = _planned(device.backward_kernel, 5, 2 if r is None else 3, alike, (floor, a), flags)
+        if launch is not None:
+            dx, sum_dy, sum_dy_xhat = _like(z), torch.empty_like(invstd), torch.empty_like(invstd)
+            _start(launch, [*read, dx, dx if dr is None else dr, *vectors, sum_dy, sum_dy_xhat], (floor, a))
+            return dx, sum_dy_xhat, sum_dy
     rest = (floor, phi, a, variant, r)
     sum_dy, sum_dy_xhat = sums(dz, z, weight, bias, *rest, mean, invstd)
     dx = input_grad(dz, z, weight, bias, invstd, sum_dy, sum_dy_xhat, z.numel() // z.shape[1], *rest, dr, mean)
     return dx, sum_dy_xhat, sum_dy
-
-
-# Layouts whose backward takes two launches: found out once, so that no buffers are made for the one that is not run.
-_APART: set[tuple[Any, ...]] = set()
-
-
-def _input_grad_together(
-    dz: Tensor,
-    z: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    invstd: Tensor,
-    floor: float,
-    phi: Activation,
-    a: float,
-    variant: str,
-    residual: Tensor | None,
-    dr: Tensor | None,
-    mean: Tensor | float | None,
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """dx, dγ, dβ in one launch; None, and no buffer left behind, where that takes two."""
-    aligned = (z.data_ptr() | dz.data_ptr() | (0 if residual is None else residual.data_ptr())) % 16
-    kind = z.shape, z.stride(), z.dtype, z.device, residual is None, aligned
-    if kind in _APART:
-        return None
-    dx, sum_dy, sum_dy_xhat = _like(z), torch.empty_like(invstd), torch.empty_like(invstd)
-    maps = [dz, z, z if residual is None else residual, dx, dx if dr is None else dr]
-    vectors = [*(_vector(v, invstd) for v in (weight, bias, mean)), invstd, sum_dy, sum_dy_xhat]
-    flags = _flags(weight, bias, residual, phi, variant, mean) | {"NEED_R": dr is not None}
-    if _launch(device.backward_kernel, 5, 2 if residual is None else 3, maps + vectors, (floor, a), flags):
-        return dx, sum_dy_xhat, sum_dy
-    _APART.add(kind)
-    return None

@@ -1,9 +1,11 @@
-"""Host time of one layer's forward and backward on a GPU, with maps so small that the device waits for the host.
+"""Host time of a layer's forward and backward on a GPU, with maps so small that the device waits for the host.
 
     python benchmarks/host.py [--rounds 7] [--out benchmarks/results]
 
-One row per candidate and run: the best of several rounds of 400 steps, microseconds per step; all candidates take turns. The
-identity shows what autograd and the step itself cost.
+One row per candidate, run and length of chain: microseconds per layer and step, the best of several rounds in which all
+candidates take turns. A chain is so many layers behind each other, with a multiplication in front of each: one alone wakes
+autograd's thread for every backward, which costs more than the layer; in a chain, as in a network, that is shared. The identity
+shows what is left without the layer.
 """
 
 from __future__ import annotations
@@ -16,23 +18,40 @@ from pathlib import Path
 import torch
 import triton
 from layer import gpu_file, gpu_name
-from torch import nn
+from torch import Tensor, nn
 
 from inplace_abn import InPlaceABN
 
 STEPS = 400
+CHAINS = (1, 20)
+LAYERS = {
+    "Identity": nn.Identity,
+    "BatchNorm2d + LeakyReLU": lambda: nn.Sequential(nn.BatchNorm2d(16), nn.LeakyReLU(0.01, inplace=True)),
+    "InPlaceABN": lambda: InPlaceABN(16),
+}
 
 
-def step_time(layer: nn.Module, leaf: torch.Tensor, dz: torch.Tensor, backward: bool) -> float:
+class Times(nn.Module):
+    """A map of its own for the layer behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def step_time(layers: nn.Module, x: Tensor, dz: Tensor, steps: int, backward: bool) -> float:
     torch.cuda.synchronize()
     began = time.perf_counter()
-    for _ in range(STEPS):
-        z = layer(leaf * 1)
+    for _ in range(steps):
+        z = layers(x)
         if backward:
             z.backward(dz)
     spent = time.perf_counter() - began
     torch.cuda.synchronize()
-    return 1e6 * spent / STEPS
+    return 1e6 * spent / steps
 
 
 def main() -> None:
@@ -41,27 +60,27 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()
-    layers = {
-        "Identity": nn.Identity(),
-        "BatchNorm2d + LeakyReLU": nn.Sequential(nn.BatchNorm2d(16), nn.LeakyReLU(0.01, inplace=True)),
-        "InPlaceABN": InPlaceABN(16),
-    }
-    leaf, dz = torch.randn(2, 16, 4, 4, device="cuda", requires_grad=True), torch.randn(2, 16, 4, 4, device="cuda")
+    x, dz = torch.randn(2, 16, 4, 4, device="cuda", requires_grad=True), torch.randn(2, 16, 4, 4, device="cuda")
     path, card = gpu_file(given.out, "host"), gpu_name()
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow(["run", "layer", "forward_backward_us", "forward_us", "gpu", "torch", "triton"])
+        rows.writerow(["run", "layer", "chain", "forward_backward_us", "forward_us", "gpu", "torch", "triton"])
         for run in range(1, given.runs + 1):
-            best: dict[tuple[str, bool], float] = {}
-            for _ in range(given.rounds):
-                for name, layer in layers.items():
-                    for backward in (True, False):
-                        us = step_time(layer.cuda(), leaf, dz, backward)
-                        best[name, backward] = min(us, best.get((name, backward), us))
-            for name in layers:
-                figures = [f"{best[name, backward]:.1f}" for backward in (True, False)]
-                rows.writerow([run, name, *figures, card, torch.__version__, triton.__version__])
-                print(run, name, *figures, flush=True)
+            for chain in CHAINS:
+                candidates = {
+                    name: nn.Sequential(*[nn.Sequential(Times(), make()) for _ in range(chain)]).cuda()
+                    for name, make in LAYERS.items()
+                }
+                best: dict[tuple[str, bool], float] = {}
+                for _ in range(given.rounds):
+                    for name, layers in candidates.items():
+                        for backward in (True, False):
+                            us = step_time(layers, x, dz, STEPS // chain, backward) / chain
+                            best[name, backward] = min(us, best.get((name, backward), us))
+                for name in LAYERS:
+                    figures = [f"{best[name, backward]:.1f}" for backward in (True, False)]
+                    rows.writerow([run, name, chain, *figures, card, torch.__version__, triton.__version__])
+                    print(run, name, chain, *figures, flush=True)
     print(path)
 
 

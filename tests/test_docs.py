@@ -180,6 +180,19 @@ def test_the_variants_are_the_committed_measurement():
     assert f"{moved / float(counted['us']) / 1e6:.1f} TB/s" in notes
     for r in read("host-H200-torch2.11.0-triton3.6.0.csv"):
         assert r["layer"] == "Identity" or r["forward_backward_us"] in notes
+    parts = {
+        (r["chain"], r["candidate"]): r["forward_backward_us"]
+        for r in read("hostparts-H200-torch2.11.0-triton3.6.0.csv")
+    }
+    for chain, names in (("1", ("the same with a cooperative launch each way", "InPlaceABN")), ("20", ("InPlaceABN",))):
+        assert all(parts[chain, name] in notes for name in (*names, "BatchNorm2d + LeakyReLU"))
+
+
+def test_trials_are_told_as_measured():
+    notes = (ROOT / "benchmarks" / "NOTES.md").read_text().split("\nTrials, ")[1]
+    for r in read("trials-H200-torch2.11.0-triton3.6.0.csv"):
+        if (r["recipe"] == "camvid" and r["epochs"] == "200") or r["settings"] in ("optim.lr=0.1", "optim.lr=0.02"):
+            assert f"{100 * float(r['test'] or r['val']):.1f}" in notes, r
 
 
 def test_conversion_is_the_committed_measurement():

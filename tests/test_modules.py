@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import inplace_abn
 from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, active_group, set_active_group
@@ -286,3 +287,21 @@ def test_one_rank_with_a_process_group(tmp_path):
         assert torch.equal(run(layer, x)[0], run(local, x)[0])
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_ordinary_layer_takes_no_more_steps_than_torchs_own(dtype):
+    """It is what the in-place layer is compared with."""
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.name().split("::")[1])
+            return func(*args, **kwargs or {})
+
+    counts = []
+    for layer in (nn.Sequential(nn.BatchNorm2d(4), nn.LeakyReLU(0.01, inplace=True)), ABN(4)):
+        seen = []
+        with Counted():
+            layer(torch.randn(3, 4, 5, 5, dtype=dtype, requires_grad=True))
+        counts.append(sorted(name for name in seen if not name.startswith("randn")))
+    assert counts[1] == counts[0]

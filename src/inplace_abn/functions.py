@@ -519,6 +519,13 @@ def _composite(
                 "hand the buffers in by torch.func.functional_call"
             )
             return act(y)
+    elif (
+        how.momentum is not None and running_mean.dtype == running_var.dtype == reference.wide(x) and not recomputing()
+    ):
+        # Torch moves such statistics itself, within its own kernel.
+        if num_batches_tracked is not None:
+            num_batches_tracked.add_(1)
+        return act(F.batch_norm(x, running_mean, running_var, weight, bias, True, how.momentum, how.eps))
     else:
         # Momentum 1 makes torch hand out the batch's own statistics.
         mean, unbiased = x.new_zeros(x.shape[1], dtype=dtype), x.new_zeros(x.shape[1], dtype=dtype)

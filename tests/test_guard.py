@@ -297,6 +297,32 @@ def test_a_parametrized_weight_does_not_make_the_host_wait(monkeypatch):
     assert len(waits) == 1
 
 
+def test_parameters_handed_in_for_a_call_do_not_make_the_host_wait(monkeypatch):
+    waits, one = counted(monkeypatch), layer()
+    for _ in range(5):
+        own = {name: p.detach().clone().requires_grad_() for name, p in one.named_parameters()}
+        torch.func.functional_call(one, own, (torch.randn(4, 8, 3, 3, requires_grad=True) * 1,)).sum().backward()
+    assert len(waits) == 1
+
+
+def test_what_an_optimizer_does_after_its_base_class_is_its_own(monkeypatch):
+    class Clamping(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        p.clamp_(-10, 10)
+
+    waits, one = counted(monkeypatch), layer()
+    torch.optim.SGD(one.parameters(), 0.1)
+    optimizer = Clamping(one.parameters(), 0.01)
+    for _ in range(5):
+        run(one)
+        optimizer.step()
+    assert len(waits) == 1
+
+
 def test_counting_bytes_leaves_decisions_alone():
     net = nn.Sequential(nn.Conv2d(3, C, 1), layer(), layer())
     run(net[1])

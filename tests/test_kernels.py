@@ -286,6 +286,15 @@ def test_without_a_team_each_verb_has_its_launch(kernels, monkeypatch, layout):
     assert not any(launch and launch.words for launch in kernels._LAUNCHES.values())
 
 
+@runs_here
+def test_plans_outlive_nothing_they_are_known_by(kernels):
+    """Flags are known by their identity, which another dict could have later if they were not kept."""
+    for name in ("leaky_relu", "elu"):
+        step(kernels, SHAPES["odd"], "contiguous", torch.float32, name, 1.0, None)
+    kept = {id(flags) for flags in kernels._KEPT}
+    assert {key[1] for key in kernels._LAUNCHES} <= kept
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU teams run as they are")
 @pytest.mark.parametrize(
     "shape, layout",

@@ -250,6 +250,25 @@ def test_damaged_checkpoints_do_not_push_out_new_ones(tmp_path):
     assert [p.suffix for p in tmp_path.glob("step-*")].count(".damaged") == 1
 
 
+def test_checkpoints_that_cannot_be_read_are_put_aside(tmp_path, monkeypatch):
+    for step in (1, 2):
+        storage.save(tmp_path, step, {"step": step}, 2)
+    newest, older = storage.checkpoints(tmp_path)
+    real = storage._digest
+
+    def failing(file):
+        if Path(file.name) == newest:
+            raise OSError(5, "Input/output error")
+        return real(file)
+
+    monkeypatch.setattr(storage, "_digest", failing)
+    with pytest.raises(UserWarning, match="Input/output error"):
+        storage.tidy(tmp_path)  # warnings are errors here, and it is out of the way all the same
+    assert storage.checkpoints(tmp_path) == [older] and newest.with_suffix(".damaged").exists()
+    storage.tidy(tmp_path)
+    assert storage.latest(tmp_path)[1] == {"step": 1}
+
+
 def test_what_a_killed_save_left_is_removed(tmp_path):
     tmp_path.joinpath("step-00000003.pt.part").write_bytes(b"half")
     run(tiny("train.epochs=1"), tmp_path)

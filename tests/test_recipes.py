@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inplace_abn import ABN, outside
+from inplace_abn import ABN, models, outside
 from inplace_abn.memory import LiveBytes
 from inplace_abn.recipes import classes as known_classes
 from inplace_abn.recipes import data, labelled, named, names, pixels, prediction, sizing, storage, task_of
@@ -716,12 +716,42 @@ def test_images_too_large_for_the_memory_are_cut_into_tiles():
     for _ in range(2):
         got = task.output(limited, x, said.append)
         torch.testing.assert_close(got, whole, rtol=0, atol=ROUNDING * float(whole.abs().max()))
-    tiles = (320, 192, 128)
+    tiles = (192, 128)
     assert said == [f"images of 520×100 pixels do not fit into the memory: in tiles of {t}² now" for t in tiles]
     limited.most = 10
     with pytest.raises(torch.OutOfMemoryError):
         task.output(limited, x, said.append)
     assert task.tile == 64
+    # Margins included, tiles would not be smaller than this.
+    with pytest.raises(torch.OutOfMemoryError):
+        Segmentation().output(limited, x[:, :, :, :300], said.append)
+
+
+@torch.no_grad()
+def test_batches_too_large_for_the_memory_are_shared_out_first():
+    torch.manual_seed(0)
+    net, x = Small(4, ABN, pixels=True).eval(), torch.randn(5, 3, 40, 600)
+
+    class Limited(torch.nn.Module):
+        def forward(self, x):
+            if len(x) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return net(x)
+
+    said, task, whole = list[str](), Segmentation(), net(x)
+    got = task.output(Limited(), x, said.append)
+    torch.testing.assert_close(got, whole, rtol=0, atol=ROUNDING * float(whole.abs().max()))
+    assert not said and not task.tile
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [(204, 204), (100, 300), (256, 131)])
+@pytest.mark.parametrize("name, stride", [("densenet121", 8), ("resnet18", 8), ("resnet18", 16)])
+def test_tiles_make_a_map_of_the_right_size(name, stride, size):
+    """Some networks round the sides of their maps up, some down."""
+    torch.manual_seed(0)
+    net, x = models.deeplabv3(name, 3, ABN, stride, upsample=False).eval(), torch.randn(1, 3, *size)
+    assert tiled(net, x, 64, 64).shape == net(x).shape
 
 
 def test_a_mirrored_view_of_a_mirrored_image_is_the_same():
@@ -769,6 +799,8 @@ def test_settings_are_changed_by_name_and_wrong_ones_are_named():
     }.items():
         with pytest.raises(ValueError, match=said):
             override(config, [wrong])
+    with pytest.raises(ValueError, match="has format 1, in which settings mean something else; this version reads 2"):
+        from_dict({k: v for k, v in config.to_dict().items() if k != "format"})
     plain = config.to_dict()
     del plain["optim"]["lr"]
     with pytest.raises(ValueError, match=r"lacks \['lr'\]"):
@@ -940,7 +972,7 @@ def test_segmentation_from_training_to_prediction(tmp_path, capsys):
 
 
 def test_the_released_vistas_network_predicts(tmp_path, monkeypatch):
-    from inplace_abn import checkpoints, models
+    from inplace_abn import checkpoints
 
     vistas_config(tmp_path, 3)
     narrow = lambda name, classes, norm_act, stride, **options: models.deeplabv3(

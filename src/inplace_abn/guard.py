@@ -151,13 +151,13 @@ def of(layer: nn.Module) -> Guard:
 
 def _known(layer: nn.Module, dtype: torch.dtype) -> Known:
     """Which γ and β, of which version, a decision is about, and for which dtype of x."""
-    # A parametrized one is not among the parameters, being new every time; it is looked at by count alone.
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    return id(weight), _version(weight), id(bias), _version(bias), dtype
+    return *_identity(weight), *_identity(bias), dtype
 
 
-def _version(v: Tensor | None) -> int:
-    return 0 if v is None or v.is_inference() else v._version
+def _identity(v: Tensor | None) -> tuple[int, int]:
+    # What is computed (parametrizations, FSDP's views, functional_call) is new every time, and looked at by count alone.
+    return (id(v), v._version) if isinstance(v, nn.Parameter) and not v.is_inference() else (0, 0)
 
 
 # By parameter, the layers that have decided. What an optimizer does to it is no reason to look again at once.
@@ -186,19 +186,23 @@ def _of_optimizer(optimizer: Any) -> list[nn.Module]:
         return list({layer for layers in sets if layers is not None for layer in layers})
 
 
-# Between the beginning of an optimizer's step and its end.
-_STEPPING: weakref.WeakKeyDictionary[Any, list[nn.Module]] = weakref.WeakKeyDictionary()
+# Those of an optimizer whose step has begun. A step may call that of its base class, which begins and ends within it.
+_STEPPING: weakref.WeakKeyDictionary[Any, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
 
 
 def _before(optimizer: Any, *_: Any) -> None:
-    layers = _STEPPING[optimizer] = _of_optimizer(optimizer)
+    layers = _of_optimizer(optimizer)
+    _STEPPING[optimizer] = [weakref.ref(layer) for layer in layers]
     for layer in layers:
         guard = of(layer)
         guard.was_known = guard.known is not None and guard.known == _known(layer, guard.known[-1])
 
 
 def _after(optimizer: Any, *_: Any) -> None:
-    for layer in _STEPPING.pop(optimizer, ()):
+    for reference in _STEPPING.get(optimizer, ()):
+        layer = reference()
+        if layer is None:
+            continue
         guard = of(layer)
         if guard.was_known and guard.known is not None:
             guard.known = _known(layer, guard.known[-1])

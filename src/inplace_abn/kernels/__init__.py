@@ -326,6 +326,8 @@ def _on(x: Tensor) -> AbstractContextManager[Any]:
 
 # By what a call looks like; None where the card cannot hold a team.
 _LAUNCHES: dict[tuple[Any, ...], Launch | None] = {}
+# The flags that keys of these name by identity.
+_KEPT: list[dict[str, Any]] = []
 
 
 def _launch(
@@ -354,6 +356,8 @@ def _planned(
     try:
         return _LAUNCHES[key]
     except KeyError:
+        # An identity is one's own only as long as one lives; threads may have made flags twice, and one pair is dropped.
+        _KEPT.append(flags)
         launch = _LAUNCHES[key] = _prepare(kernel, aligned, maps, twice, tensors, tuple(map(float, floats)), flags)
         return launch
 

@@ -147,9 +147,11 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for JSON."""
-        return dataclasses.asdict(self)
+        return {"format": FORMAT, **dataclasses.asdict(self)}
 
 
+# Of config.json: counted up whenever a setting comes to mean something else. 2: segmentation heeds sizes and colours.
+FORMAT = 2
 # What may differ between a run and its continuation.
 FREE = {"data.workers", "data.path", "train.save_minutes", "train.keep", "train.log_every", "train.evaluate_batch"}
 
@@ -216,8 +218,12 @@ def _parse(name: str, text: str, kind: Any) -> Any:
 
 def from_dict(plain: dict[str, Any]) -> Config:
     """The config that :meth:`Config.to_dict` was called on; names that are not known or missing are an error."""
-    if not isinstance(plain, dict) or not all(isinstance(part, (dict, str)) for part in plain.values()):
+    if not isinstance(plain, dict) or not all(isinstance(v, (dict, str)) for k, v in plain.items() if k != "format"):
         raise ValueError("the config is not one of a run: settings by section are expected")
+    if plain.get("format") != FORMAT:
+        raise ValueError(
+            f"the config has format {plain.get('format', 1)}, in which settings mean something else; this version reads {FORMAT}"
+        )
     parts: dict[str, Any] = {"recipe": plain.get("recipe", ""), "task": plain.get("task", "")}
     for name, section in sections(Config("", "")):
         given = dict(plain.get(name, {}))

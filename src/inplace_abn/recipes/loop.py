@@ -68,7 +68,7 @@ def opened(config: Config, folder: Path, resume: bool, ranks: Ranks) -> dict[str
         try:
             _make_or_check(config, folder, resume)
             storage.tidy(folder)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, Warning) as error:
             complaints.append(str(error))
     for complaint in ranks.gathered(complaints):
         raise ValueError(complaint)

@@ -210,7 +210,7 @@ class Pixels:
         self.config, self.training, self.identity = config, training, identity
         self.classes = labels.names
         self.alike = config.data.kind in ("scenes", "camvid", "cityscapes")
-        self.recolouring = recolouring(config.augment)
+        self.recolouring = recolouring(config.augment) if training else []
         self.cache: list[Any] | None = None
         if config.data.cache and training:
             self.cache = all_of(self._get, self.length, config)
@@ -281,9 +281,10 @@ class Pixels:
 
     def as_seen(self, image: Tensor) -> Tensor:
         """An image that is evaluated, its smallest side as the config says; results have the size of its label."""
-        sides = image.shape[1:]
-        factor = (self.config.data.evaluate_resize or min(sides)) / min(sides)
-        return resampled(image, [round(side * factor) for side in sides])
+        sides, smallest = image.shape[1:], self.config.data.evaluate_resize
+        if not smallest or self.config.data.kind == "scenes":
+            return image
+        return resampled(image, [round(side * smallest / min(sides)) for side in sides])
 
     def crop(self, image: Tensor, label: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
         """A window of random scale and place, mirrored and coloured at random, of the crop's size; void and mean colour outside.

@@ -42,7 +42,7 @@ class Predictor:
     def __call__(
         self, path: Path, scales: Sequence[float], flip: bool, fusion: str, task: Segmentation
     ) -> tuple[Tensor, Tensor]:
-        """Classes and confidences of an image file, at its own size; seen with the longest or smallest side that is given."""
+        """Classes and confidences of an image file, at its own size; decided at the longest or smallest side that is given."""
         try:
             image = read_image(path)
         except (OSError, ValueError) as error:

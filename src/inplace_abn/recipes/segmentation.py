@@ -33,7 +33,7 @@ class Segmentation:
 
     Args:
         tile: side of the tiles that images are evaluated in, a multiple of 32; 0 for whole images. Where the memory does not
-            suffice, they are cut into tiles, or smaller ones, from then on.
+            suffice for a single image, it is cut into tiles, or smaller ones, and so are all from then on.
     """
 
     def __init__(self, tile: int = 0) -> None:
@@ -61,17 +61,27 @@ class Segmentation:
     @torch.no_grad()
     def output(self, model: nn.Module, x: Tensor, say: Callable[[str], None]) -> Tensor:
         """Logits at the network's stride, of the whole or out of tiles."""
-        while True:
-            try:
-                logits: Tensor = tiled(model, x, self.tile, MARGIN) if self.tile else model(x)
-                return logits
-            except torch.OutOfMemoryError:
-                side = self.tile or max(x.shape[2:])
-                if side <= LEAST:
-                    raise
-            # Out of the handler, whose exception holds on to what the network had computed.
-            self.tile = max(LEAST, -(-side // 2 // LEAST) * LEAST)
-            say(f"images of {x.shape[3]}×{x.shape[2]} pixels do not fit into the memory: in tiles of {self.tile}² now")
+        try:
+            logits: Tensor = tiled(model, x, self.tile, MARGIN) if self.tile else model(x)
+            return logits
+        except torch.OutOfMemoryError:
+            if len(x) == 1 and self._smaller(max(x.shape[2:])) is None:
+                raise
+        # Out of the handler, whose exception holds on to what the network had computed.
+        if len(x) > 1:
+            return torch.cat([self.output(model, part, say) for part in x.chunk(2)])
+        self.tile = self._smaller(max(x.shape[2:])) or 0
+        say(f"images of {x.shape[3]}×{x.shape[2]} pixels do not fit into the memory: in tiles of {self.tile}² now")
+        return self.output(model, x, say)
+
+    def _smaller(self, side: int) -> int | None:
+        """The next tile that makes an image of this side smaller, margins included; None if there is none."""
+        tile = self.tile or side
+        while tile > LEAST:
+            tile = max(LEAST, -(-tile // 2 // LEAST) * LEAST)
+            if tile + 2 * MARGIN < side:
+                return tile
+        return None
 
     def nothing(self, classes: int) -> Tensor:
         """The counts of no pixel."""
@@ -125,9 +135,11 @@ def _argmax(logits: Tensor, size: Sequence[int]) -> Tensor:
 def tiled(model: nn.Module, x: Tensor, tile: int, margin: int) -> Tensor:
     """Logits at the network's stride, computed tile by tile: of each, with ``margin`` pixels around it, the middle is taken.
 
-    Both are multiples of the network's stride, a power of two, so that a tile is sampled as the whole is. The same as of the
-    whole image wherever the network looks no further than the margin; global pooling sees a tile only.
+    Both are multiples of the network's stride, so that a tile is sampled as the whole is. The same as of the whole image wherever
+    the network looks no further than the margin; global pooling sees a tile only.
     """
+    # Sides that are no multiple of it are rounded up or down, as the network likes.
+    stride = LEAST // model(x.new_zeros(1, x.shape[1], LEAST, LEAST)).shape[3]
     rows: list[Tensor] = []
     for top in range(0, x.shape[2], tile):
         columns: list[Tensor] = []
@@ -135,8 +147,6 @@ def tiled(model: nn.Module, x: Tensor, tile: int, margin: int) -> Tensor:
             first, start = max(0, top - margin), max(0, left - margin)
             part = x[:, :, first : top + tile + margin, start : left + tile + margin]
             logits = model(part)
-            # A side is rounded up to whole strides, which are powers of two.
-            stride = 1 << (-(-max(part.shape[2:]) // max(logits.shape[2:])) - 1).bit_length()
             above, before, side = (top - first) // stride, (left - start) // stride, tile // stride
             columns.append(logits[:, :, above : above + side, before : before + side])
         rows.append(torch.cat(columns, 3))

@@ -99,9 +99,9 @@ def tidy(folder: Path) -> None:
         try:
             _verify(path)
             return
-        except ValueError as error:
-            warnings.warn(f"{error}; the run goes on from the one before it, or from its beginning", stacklevel=2)
+        except (ValueError, OSError) as error:
             path.rename(path.with_suffix(".damaged"))
+            warnings.warn(f"{error}; the run goes on from the one before it, or from its beginning", stacklevel=2)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -165,6 +165,9 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     data = dict(pair.split("=", 1) for pair in given.data)
+    missing = {job.recipe for study in given.study for job in STUDIES[study]} - data.keys()
+    if missing and not given.busy:
+        parser.error(f"these studies need --data of {', '.join(sorted(missing))}")
     if given.busy:
         (job,) = STUDIES["alone"]
         print(json.dumps(busy(job, data[job.recipe], [*given.set, *job.changes])))
@@ -219,10 +222,15 @@ def main() -> None:
                 share = f"{float(done.stdout.splitlines()[-1]):.3f}"
                 note(study="alone", recipe=job.recipe, variant=job.variant, dtype=job.dtype, seed=0, gpu_busy=share)
         with ThreadPoolExecutor(given.beside) as pool:
-            for study in given.study:
-                for job in STUDIES[study] if study not in ONE_BY_ONE else []:
-                    for seed in given.seeds:
-                        pool.submit(run, study, job, seed)
+            begun = [
+                pool.submit(run, study, job, seed)
+                for study in given.study
+                if study not in ONE_BY_ONE
+                for job in STUDIES[study]
+                for seed in given.seeds
+            ]
+        for one in begun:
+            one.result()
 
 
 if __name__ == "__main__":

@@ -191,7 +191,9 @@ def test_the_variants_are_the_committed_measurement():
 def test_trials_are_told_as_measured():
     notes = (ROOT / "benchmarks" / "NOTES.md").read_text().split("\nTrials, ")[1]
     for r in read("trials-H200-torch2.11.0-triton3.6.0.csv"):
-        if (r["recipe"] == "camvid" and r["epochs"] == "200") or r["settings"] in ("optim.lr=0.1", "optim.lr=0.02"):
+        untold = "optim.lr=0.05", "optim.name=adamw", "optim.lr=0.01"
+        colours_enlarged = "data.resize" in r["settings"] and "augment.colour" in r["settings"]
+        if not r["settings"].startswith(untold) and not colours_enlarged:
             assert f"{100 * float(r['test'] or r['val']):.1f}" in notes, r
 
 

@@ -277,8 +277,8 @@ def test_a_million_files_take_little_memory():
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    # 40 characters and an end each; bytes and arrays grow by an eighth at a time. Torch's indices are not Python's memory.
-    assert held < 1.125 * 100_000 * (40 + 8) + 10_000
+    # Characters and an end each; bytes and arrays grow by an eighth at a time. Torch's indices are not Python's memory.
+    assert held < 1.125 * sum(len(name) + 8 for name in names()) + 10_000  # and the objects themselves
     assert len(paths) == 100_000 and paths[-1] == "train/n00000099/n00000099_99999.JPEG"
     assert paths[7:10] == [*names()][7:10] and list(pickle.loads(pickle.dumps(paths)))[:3] == paths[:3]
     assert Paths(["ä", "", "b/c"])[:] == ["ä", "", "b/c"]

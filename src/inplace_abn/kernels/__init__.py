@@ -356,7 +356,7 @@ def _planned(
     try:
         return _LAUNCHES[key]
     except KeyError:
-        # An identity is one's own only as long as one lives; threads may have made flags twice, and one pair is dropped.
+        # An identity belongs to what lives: of flags that two threads made at once, the cache drops one.
         _KEPT.append(flags)
         launch = _LAUNCHES[key] = _prepare(kernel, aligned, maps, twice, tensors, tuple(map(float, floats)), flags)
         return launch

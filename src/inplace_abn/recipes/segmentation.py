@@ -65,23 +65,24 @@ class Segmentation:
             logits: Tensor = tiled(model, x, self.tile, MARGIN) if self.tile else model(x)
             return logits
         except torch.OutOfMemoryError:
-            if len(x) == 1 and self._smaller(max(x.shape[2:])) is None:
+            smaller = self._smaller(max(x.shape[2:]))
+            if len(x) == 1 and not smaller:
                 raise
         # Out of the handler, whose exception holds on to what the network had computed.
         if len(x) > 1:
             return torch.cat([self.output(model, part, say) for part in x.chunk(2)])
-        self.tile = self._smaller(max(x.shape[2:])) or 0
+        self.tile = smaller
         say(f"images of {x.shape[3]}×{x.shape[2]} pixels do not fit into the memory: in tiles of {self.tile}² now")
         return self.output(model, x, say)
 
-    def _smaller(self, side: int) -> int | None:
-        """The next tile that makes an image of this side smaller, margins included; None if there is none."""
+    def _smaller(self, side: int) -> int:
+        """The next tile that makes an image of this side smaller, margins included; 0 if there is none."""
         tile = self.tile or side
         while tile > LEAST:
             tile = max(LEAST, -(-tile // 2 // LEAST) * LEAST)
             if tile + 2 * MARGIN < side:
                 return tile
-        return None
+        return 0
 
     def nothing(self, classes: int) -> Tensor:
         """The counts of no pixel."""

@@ -31,6 +31,8 @@ SHAPES = {
     "rank 5": (2, 3, 3, 4, 5),
     "one channel": (4, 1, 6, 6),
     "one pixel": (8, 5, 1, 1),
+    "few pixels": (5, 32, 3, 3),
+    "few pixels, odd": (7, 19, 3, 3),
 }
 
 
@@ -116,7 +118,7 @@ def test_activations(kernels, name, dtype):
 
 @runs_here
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("shape", ["odd", "second trip", "two slabs"])
+@pytest.mark.parametrize("shape", ["odd", "second trip", "two slabs", "few pixels, odd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_residual(kernels, shape, layout, dtype):
     step(kernels, SHAPES[shape], layout, dtype, "leaky_relu", 0.1, 0.1, residual=True)
@@ -124,7 +126,7 @@ def test_residual(kernels, shape, layout, dtype):
 
 @runs_here
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("shape", ["odd", "second trip"])
+@pytest.mark.parametrize("shape", ["odd", "second trip", "few pixels"])
 @pytest.mark.parametrize("name", ["relu", "leaky_relu", "elu"])
 def test_from_x(kernels, shape, layout, name):
     """With x kept: forward out of place and again to the bit, backward without an inverse, γ = 0 included."""
@@ -280,7 +282,7 @@ def test_residency_follows_registers_and_shared_memory():
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_without_a_team_each_verb_has_its_launch(kernels, monkeypatch, layout):
     monkeypatch.setattr(kernels, "team", lambda *_: None)
-    for shape in ("odd", "second trip"):
+    for shape in ("odd", "second trip", "few pixels, odd"):
         step(kernels, SHAPES[shape], layout, torch.float32, "leaky_relu", 0.01, None)
     assert None in kernels._LAUNCHES.values()
     assert not any(launch and launch.words for launch in kernels._LAUNCHES.values())
@@ -371,6 +373,7 @@ LAYOUTS = [
     kernels.Layout(False, 32, 256, 3136, 256 * 3136, 3136),
     kernels.Layout(False, 12, 4096, 9409, 4096 * 9409, 9409),
     kernels.Layout(True, 32 * 3136, 256, 1, 256, 1),
+    kernels.Layout(False, 32, 2048, 49, 2048 * 49, 49),
 ]
 
 def build(kernel, architecture, constants, **options):
@@ -394,7 +397,7 @@ for name, phi in ACTIVATIONS.items():
                 "TRACK": True, "CUMULATIVE": True, "COUNTED": True, "FIXED": False,
                 "SHARED": True, "MW": min(w, 2), "BS": 128, "THREADS": 32 * kernels.WARPS,
             }
-            fused = {"maxnreg": kernels.registers(place.inner), "launch_cooperative_grid": True}
+            fused = {"maxnreg": kernels.registers(c.constants["INNER"]), "launch_cooperative_grid": True}
             build(device.forward_kernel, architecture, constants, **fused)
             build(device.backward_kernel, architecture, constants, **fused)
             if plain:

@@ -42,6 +42,9 @@ TILE = 4096
 WARPS = 8
 # What a row of a slab spans where channels are innermost: one line of the L2 cache.
 LINE_BYTES = 128
+# Pixels of a channel that are few: several channels make a slab then, at least so many bytes of an image.
+FEW = 256
+PACK_BYTES = 512
 # Shares of the L2 cache for slabs between their two readings, the best first; what is being written needs the rest.
 L2_SHARES = (0.65, 0.55, 0.45)
 # Programs per processor where none waits for another, and the most on one slab, whose results one program adds up.
@@ -166,7 +169,13 @@ def card(where: torch.device) -> Card:
 def cut(place: Layout, itemsize: int, aligned: bool) -> Cut:
     """Cut a layout into slabs and tiles."""
     vector = 16 // itemsize if aligned else 1
-    if place.inner:
+    packed = _packed(place, itemsize, vector)
+    if packed:
+        w, vector = packed
+        width = triton.next_power_of_2(w * place.pixels)
+        height = min(TILE // width, triton.next_power_of_2(place.rows))
+        blocks, across, edges = 1, triton.cdiv(place.rows, height), False
+    elif place.inner:
         while place.row_stride % vector or place.channels % vector:
             vector //= 2
         width = w = min(LINE_BYTES // itemsize, triton.next_power_of_2(place.channels))
@@ -190,13 +199,28 @@ def cut(place: Layout, itemsize: int, aligned: bool) -> Cut:
         # Long runs of memory, where they cost little more than short ones.
         least = min(shapes)[0]
         _, blocks, across, height, width = [s for s in shapes if s[0] <= 1.07 * least][-1]
+    inner = place.inner or bool(packed)
     constants = {
-        "INNER": place.inner, "BR": height, "BC": width, "W": w, "V": vector,
-        "U": max(1, height * width // (32 * WARPS * vector)) if place.inner else 1,
-        "EDGES": edges, "WHOLE": place.channels % w == 0, "STAGES": 3 if place.inner else 1,
+        "INNER": inner, "BR": height, "BC": width, "W": w, "V": vector,
+        "U": max(1, height * width // (32 * WARPS * vector)) if inner else 1,
+        "EDGES": edges, "WHOLE": place.channels % w == 0, "STAGES": 3 if inner else 1,
     }  # fmt: skip
     bytes_of_slab = place.rows * place.pixels * w * itemsize
     return Cut(constants, triton.cdiv(place.channels, w), blocks, across, bytes_of_slab)
+
+
+def _packed(place: Layout, itemsize: int, vector: int) -> tuple[int, int] | None:
+    """Channels of a slab and the vectors it is read in, where channels lie behind each other and have few pixels each."""
+    if place.inner or not 1 < place.pixels <= FEW or place.channel_stride != place.pixels:
+        return None
+    w = 1
+    while w * place.pixels * itemsize < PACK_BYTES or w * place.pixels % vector:
+        w *= 2
+    if not 1 < w <= place.channels or w * place.pixels > TILE:
+        return None
+    while place.row_stride % vector or place.channels * place.pixels % vector:
+        vector //= 2
+    return w, vector
 
 
 def _members(c: Cut, most: int) -> tuple[int, int, int]:
@@ -216,7 +240,8 @@ def team(c: Cut, tensors: int, where: Card) -> Team | None:
     programs = where.processors * (where.registers // (registers(inner) * 32 * WARPS))
     held = tensors * c.slab_bytes
     room = [int(share * where.l2) for share in L2_SHARES]
-    if inner and c.slabs > 1 and (held > room[0] or (c.slabs >= 8 and c.slabs * held > room[0])):
+    packed = c.constants["W"] < c.constants["BC"]
+    if inner and not packed and c.slabs > 1 and (held > room[0] or (c.slabs >= 8 and c.slabs * held > room[0])):
         return None
     teams = []
     for bytes_of_cache in room:

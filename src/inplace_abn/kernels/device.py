@@ -5,8 +5,11 @@ All tensors of a launch share one layout, seen as slabs of channels:
 - channels outer (NCHW, NCDHW): a slab is one channel; a tile is BR images by BC neighbouring pixels, walked along the pixels
   in vectors of V that are aligned in memory. Where rows start anywhere (97×97), the few elements before the first and behind
   the last whole vector of a row are its edges, and are handled apart;
-- channels inner (NHWC, NDHWC, (N, C)): a slab is BC neighbouring channels; a tile is BR pixels by BC channels, walked along
-  the pixels.
+- channels inner (NHWC, NDHWC, (N, C)): a slab is W = BC neighbouring channels; a tile is BR pixels by BC channels, walked along
+  the pixels;
+- channels outer with few pixels (7×7): a slab is W neighbouring channels, whose W·pixels elements lie in a row; a tile is BR
+  images by the BC > W elements that this is rounded up to, walked along the images as if the elements were channels inner. Sums
+  of elements are folded into those of channels, and what a channel has is spread over its elements.
 
 A slab is the work of S members, each with a run of up to ``per`` tiles in one of ``blocks`` blocks of rows. Members add up
 their share, and the S partial results are added in one fixed order, so the same input gives the same bits. Sums are float32,
@@ -29,7 +32,7 @@ PATIENCE = tl.constexpr(1 << 22)
 @triton.jit
 def walk(
     slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across,
-    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, EDGES: tl.constexpr,
+    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """Where a member's first tile lies, and how far it goes.
 
@@ -41,8 +44,8 @@ def walk(
     tiles = tl.minimum(per, across - first)
     if INNER:
         r = first * BR + tl.arange(0, BR)
-        c = slab * BC + tl.arange(0, BC)
-        offsets = r[:, None].to(tl.int64) * row_stride + c[None, :]
+        e = slab * (W * pixels) + tl.arange(0, BC)
+        offsets = r[:, None].to(tl.int64) * row_stride + e[None, :]
         return tl.multiple_of(offsets, [1, V]), (r + 1)[:, None], rows, tiles, tl.cast(row_stride, tl.int64) * BR
     else:
         line = tl.arange(0, BR * BC // V)
@@ -60,14 +63,17 @@ def walk(
 
 @triton.jit
 def is_inside(
-    k, position, limit, slab, channels,
-    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr,
+    k, position, limit, slab, channels, pixels,
+    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Mask of a member's tile k, constant along vectors."""
     if INNER:
         inside = position + k * BR <= limit
+        e = tl.arange(0, BC) // V * V
+        if W < BC:
+            inside = inside & (e < W * pixels)[None, :]
         if not WHOLE:
-            inside = inside & ((slab * BC + tl.arange(0, BC) // V * V)[None, :] < channels)
+            inside = inside & (slab * (W * pixels) + e < channels * pixels)[None, :]
         return inside
     else:
         return position + k * BC <= limit
@@ -111,19 +117,26 @@ def plus(a, b, c, d):
 
 
 @triton.jit
-def over_lines(a, b, INNER: tl.constexpr):
+def over_lines(a, b, pixels, INNER: tl.constexpr, BC: tl.constexpr, W: tl.constexpr):
     """Two sums over all lines, per channel of the slab."""
     a, b = tl.reduce((a, b), 0, plus)
     if INNER:
-        return a, b
+        if W < BC:
+            own = tl.arange(0, W)[:, None] == (tl.arange(0, BC) // pixels)[None, :]
+            return tl.sum(tl.where(own, a[None, :], 0.0), 1), tl.sum(tl.where(own, b[None, :], 0.0), 1)
+        else:
+            return a, b
     else:
         return tl.zeros([1], tl.float32) + a, tl.zeros([1], tl.float32) + b
 
 
 @triton.jit
-def over_tile(v, INNER: tl.constexpr):
+def over_tile(v, pixels, INNER: tl.constexpr, BC: tl.constexpr, W: tl.constexpr):
     """Per-channel values of a slab, shaped to broadcast against a tile; one channel is a scalar."""
     if INNER:
+        if W < BC:
+            # Behind the last channel nothing is read.
+            v = tl.gather(v, tl.minimum(tl.arange(0, BC) // pixels, W - 1), 0)
         return v[None, :]
     else:
         return tl.sum(v, 0)
@@ -194,25 +207,25 @@ def sample(x_ptr, c, known, rows, pixels, row_stride, channel_stride):
 @triton.jit
 def add_moments(
     x_ptr, k, slab, member, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
-    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
+    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A member's ∑(x − k) and ∑(x − k)² of every channel of the slab."""
     offsets, position, limit, tiles, step = walk(
-        slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, V, EDGES
+        slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, W, V, EDGES
     )
-    about = over_tile(k, INNER)
+    about = over_tile(k, pixels, INNER, BC, W)
     # k is an element, so it survives this; and what is masked deviates by nothing.
     missing = about.to(x_ptr.dtype.element_ty)
     first = no_lines(INNER, BR, BC, V, U)
     second = no_lines(INNER, BR, BC, V, U)
     for t in tl.range(tiles, num_stages=STAGES):
-        inside = is_inside(t, position, limit, slab, channels, INNER, BR, BC, V, WHOLE)
+        inside = is_inside(t, position, limit, slab, channels, pixels, INNER, BR, BC, W, V, WHOLE)
         x = tl.load(x_ptr + (offsets + t * step), mask=inside, other=missing, eviction_policy="evict_last")
         d = x.to(tl.float32) - about
         first += by_line(d, INNER, BR, BC, U)
         second += by_line(d * d, INNER, BR, BC, U)
-    first, second = over_lines(first, second, INNER)
+    first, second = over_lines(first, second, pixels, INNER, BC, W)
     if EDGES:
         # The first of a block looks after its edges.
         if member % chunks == 0:
@@ -236,19 +249,19 @@ def moments_from(k, first, second, m):
 def transform(
     x_ptr, r_ptr, z_ptr, mean, scale, beta, a, slab, member, chunks, per,
     rows, channels, pixels, row_stride, channel_stride, across,
-    RESIDUAL: tl.constexpr, PHI: tl.constexpr, INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr,
-    EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    RESIDUAL: tl.constexpr, PHI: tl.constexpr, INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    W: tl.constexpr, V: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """z = φ((x − mean)·scale + β [+ r]) over a member's share of x, last tile first: that was read last. z may be x."""
     offsets, position, limit, tiles, step = walk(
-        slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, V, EDGES
+        slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, W, V, EDGES
     )
-    mean = over_tile(mean, INNER)
-    scale = over_tile(scale, INNER)
-    beta = over_tile(beta, INNER)
+    mean = over_tile(mean, pixels, INNER, BC, W)
+    scale = over_tile(scale, pixels, INNER, BC, W)
+    beta = over_tile(beta, pixels, INNER, BC, W)
     for i in tl.range(tiles, num_stages=STAGES):
         t = tiles - 1 - i
-        inside = is_inside(t, position, limit, slab, channels, INNER, BR, BC, V, WHOLE)
+        inside = is_inside(t, position, limit, slab, channels, pixels, INNER, BR, BC, W, V, WHOLE)
         at = offsets + t * step
         x = tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         y = (x - mean) * scale + beta
@@ -298,21 +311,21 @@ def add_gradients(
     rows, channels, pixels, row_stride, channel_stride, across,
     RESIDUAL: tl.constexpr, FROM_X: tl.constexpr, HAT: tl.constexpr,
     INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
-    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
+    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A member's ∑ dy and ∑ dy·x̂ (I) or ∑ dy·(y − β) (II)."""
     offsets, position, limit, tiles, step = walk(
-        slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, V, EDGES
+        slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, W, V, EDGES
     )
-    mean = over_tile(mean, INNER)
-    invstd = over_tile(invstd, INNER)
-    gamma = over_tile(gamma, INNER)
-    beta = over_tile(beta, INNER)
+    mean = over_tile(mean, pixels, INNER, BC, W)
+    invstd = over_tile(invstd, pixels, INNER, BC, W)
+    gamma = over_tile(gamma, pixels, INNER, BC, W)
+    beta = over_tile(beta, pixels, INNER, BC, W)
     one = no_lines(INNER, BR, BC, V, U)
     other = no_lines(INNER, BR, BC, V, U)
     for t in tl.range(tiles, num_stages=STAGES):
-        inside = is_inside(t, position, limit, slab, channels, INNER, BR, BC, V, WHOLE)
+        inside = is_inside(t, position, limit, slab, channels, pixels, INNER, BR, BC, W, V, WHOLE)
         at = offsets + t * step
         z = tl.load(z_ptr + at, mask=inside, other=0.0, eviction_policy="evict_last")
         # dz = 0 outside, and with it dy.
@@ -322,7 +335,7 @@ def add_gradients(
         )  # fmt: skip
         one += by_line(dy, INNER, BR, BC, U)
         other += by_line(dy * centred, INNER, BR, BC, U)
-    one, other = over_lines(one, other, INNER)
+    one, other = over_lines(one, other, pixels, INNER, BC, W)
     if EDGES:
         # The first of a block looks after its edges.
         if member % chunks == 0:
@@ -343,23 +356,23 @@ def gradient(
     rows, channels, pixels, row_stride, channel_stride, across,
     RESIDUAL: tl.constexpr, NEED_R: tl.constexpr, FROM_X: tl.constexpr, HAT: tl.constexpr,
     INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr, FIXED: tl.constexpr,
-    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr,
-    STAGES: tl.constexpr,
+    INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr,
+    EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx = scale·dy + slope·(x̂ or y − β) + constant over a member's share, last tile first; and dr = dy if needed."""
     offsets, position, limit, tiles, step = walk(
-        slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, V, EDGES
+        slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, W, V, EDGES
     )
-    mean = over_tile(mean, INNER)
-    invstd = over_tile(invstd, INNER)
-    gamma = over_tile(gamma, INNER)
-    beta = over_tile(beta, INNER)
-    scale = over_tile(scale, INNER)
-    slope = over_tile(slope, INNER)
-    constant = over_tile(constant, INNER)
+    mean = over_tile(mean, pixels, INNER, BC, W)
+    invstd = over_tile(invstd, pixels, INNER, BC, W)
+    gamma = over_tile(gamma, pixels, INNER, BC, W)
+    beta = over_tile(beta, pixels, INNER, BC, W)
+    scale = over_tile(scale, pixels, INNER, BC, W)
+    slope = over_tile(slope, pixels, INNER, BC, W)
+    constant = over_tile(constant, pixels, INNER, BC, W)
     for i in tl.range(tiles, num_stages=STAGES):
         t = tiles - 1 - i
-        inside = is_inside(t, position, limit, slab, channels, INNER, BR, BC, V, WHOLE)
+        inside = is_inside(t, position, limit, slab, channels, pixels, INNER, BR, BC, W, V, WHOLE)
         at = offsets + t * step
         z = tl.load(z_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
         dz = tl.load(dz_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
@@ -515,7 +528,7 @@ def forward_kernel(
             k = ahead
             first, second = add_moments(
                 x_ptr, k, slab, member, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
-                INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
+                INNER, BR, BC, W, V, U, EDGES, WHOLE, STAGES,
             )  # fmt: skip
             if SHARED:
                 first, second = exchange(
@@ -534,7 +547,7 @@ def forward_kernel(
             transform(
                 x_ptr, r_ptr, x_ptr, mean, scale, shifted_by(bias_ptr, c, known, HAS_BIAS, W), a, slab, member, chunks, per,
                 rows, channels, pixels, row_stride, channel_stride, across,
-                RESIDUAL, PHI, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
+                RESIDUAL, PHI, INNER, BR, BC, W, V, EDGES, WHOLE, STAGES,
             )  # fmt: skip
     finish(sync_ptr, tracked_ptr, epoch, rounds, COUNTED, SHARED)
 
@@ -570,7 +583,7 @@ def backward_kernel(
             one, other = add_gradients(
                 dz_ptr, z_ptr, r_ptr, mean, invstd, gamma, beta, a, slab, member, chunks, per,
                 rows, channels, pixels, row_stride, channel_stride, across,
-                RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
+                RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, W, V, U, EDGES, WHOLE, STAGES,
             )  # fmt: skip
             if SHARED:
                 one, other = exchange(one, other, words_ptr, group, member, S, n, epoch, S * G, W, MW, BS, THREADS)
@@ -586,7 +599,7 @@ def backward_kernel(
             gradient(
                 dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, mean, invstd, gamma, beta, scale, slope, -scale * one / m, a,
                 slab, member, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
-                RESIDUAL, NEED_R, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, False, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
+                RESIDUAL, NEED_R, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, False, INNER, BR, BC, W, V, EDGES, WHOLE, STAGES,
             )  # fmt: skip
     finish(sync_ptr, sync_ptr, epoch, rounds, False, SHARED)
 
@@ -648,7 +661,7 @@ def moments_kernel(
     k = sample(x_ptr, c, known, rows, pixels, row_stride, channel_stride)
     first, second = add_moments(
         x_ptr, k, slab, member, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
-        INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
+        INNER, BR, BC, W, V, U, EDGES, WHOLE, STAGES,
     )  # fmt: skip
     publish(first, second, partial_ptr, slab, member, S, W)
     if is_last(count_ptr + slab, S):
@@ -683,7 +696,7 @@ def transform_kernel(
     transform(
         x_ptr, r_ptr, z_ptr, mean, guarded(weight_ptr, c, known, floor, HAS_WEIGHT, W) * invstd,
         shifted_by(bias_ptr, c, known, HAS_BIAS, W), a, slab, program // slabs, chunks, per,
-        rows, channels, pixels, row_stride, channel_stride, across, RESIDUAL, PHI, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
+        rows, channels, pixels, row_stride, channel_stride, across, RESIDUAL, PHI, INNER, BR, BC, W, V, EDGES, WHOLE, STAGES,
     )  # fmt: skip
     if COUNTED and program == 0:
         tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
@@ -716,7 +729,7 @@ def sums_kernel(
     one, other = add_gradients(
         dz_ptr, z_ptr, r_ptr, mean, invstd, gamma, shifted_by(bias_ptr, c, known, HAS_BIAS, W), a, slab, member, chunks, per,
         rows, channels, pixels, row_stride, channel_stride, across,
-        RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, V, U, EDGES, WHOLE, STAGES,
+        RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, INNER, BR, BC, W, V, U, EDGES, WHOLE, STAGES,
     )  # fmt: skip
     publish(one, other, partial_ptr, slab, member, S, W)
     if is_last(count_ptr + slab, S):
@@ -761,5 +774,5 @@ def input_grad_kernel(
         dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, mean, invstd, gamma, shifted_by(bias_ptr, c, known, HAS_BIAS, W),
         scale, slope, constant, a,
         slab, program // slabs, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
-        RESIDUAL, NEED_R, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, FIXED, INNER, BR, BC, V, EDGES, WHOLE, STAGES,
+        RESIDUAL, NEED_R, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, FIXED, INNER, BR, BC, W, V, EDGES, WHOLE, STAGES,
     )  # fmt: skip

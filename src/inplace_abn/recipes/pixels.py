@@ -301,6 +301,10 @@ class Pixels:
         rows, columns = slice(max(top, 0), top + window), slice(max(left, 0), left + window)
         image, label = image[:, rows, columns], label[rows, columns]
         below, right = window - label.shape[0] - max(-top, 0), window - label.shape[1] - max(-left, 0)
+        mirrored = augment.flip and bool(torch.rand(()) < 0.5)
+        # Before it is padded, so that what is outside stays the mean colour, and enlarged, which would make it cost more.
+        for step in self.recolouring:
+            image = step(image)
         if (below, right, min(top, 0), min(left, 0)) != (0, 0, 0, 0):
             edges = [max(-left, 0), right, max(-top, 0), below]
             mean = (255 * torch.tensor(self.config.data.mean)).round().view(3, 1, 1)
@@ -308,11 +312,9 @@ class Pixels:
             label = F.pad(label, edges, value=VOID)
         if window != side:
             image = resampled(image, (side, side))
-            label = F.interpolate(label[None, None].float(), (side, side), mode="nearest-exact")[0, 0].to(torch.uint8)
-        if augment.flip and torch.rand(()) < 0.5:
+            label = F.interpolate(label[None, None], (side, side), mode="nearest-exact")[0, 0]
+        if mirrored:
             image, label = image.flip(-1), label.flip(-1)
-        for step in self.recolouring:
-            image = step(image)
         return image.contiguous(), label.contiguous()
 
     def _place(self, label: Tensor, wanted: int, window: int) -> tuple[int, int]:
@@ -335,5 +337,4 @@ def resampled(image: Tensor, size: Sequence[int]) -> Tensor:
     """A uint8 image (3, H, W) in another size."""
     if image.shape[1:] == torch.Size(size):
         return image
-    large = F.interpolate(image[None].float(), tuple(size), mode="bilinear", antialias=True)[0]
-    return large.round_().clamp_(0, 255).to(torch.uint8)
+    return F.interpolate(image[None], tuple(size), mode="bilinear", antialias=True)[0]

@@ -10,7 +10,8 @@ smaller network. camvid: the columns of the paper's Table 3, standard, in place 
 as large crops as standard batch norm's memory holds, scored on the test images. camvid-speed: a few epochs of each by itself.
 
 Runs go beside each other (--beside), so their speeds are not comparable but for the studies alone and camvid-speed, or with
---beside 1. Rows of studies and seeds that are not run again stay in the file.
+--beside 1. Rows of studies and seeds that are not run again stay in the file; --tables FILE prints what docs/recipes.md shows of
+one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -94,6 +95,46 @@ STUDIES = {
 ONE_BY_ONE = ("alone", "camvid-speed")
 
 
+def tables(path: Path) -> dict[str, str]:
+    """By study, the Markdown table of its runs: scores of all seeds in their order, and their mean."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+
+    def table(head: str, of: dict[str, list[dict[str, str]]]) -> str:
+        lines = [head, "|" + "---|" * head.strip("|").count("|") + "---|"]
+        for name, own in of.items():
+            scores = [100 * float(r["score"]) for r in sorted(own, key=lambda r: int(r["seed"]))]
+            peaks = sorted({r["peak_gib"] for r in own if r["peak_gib"]})
+            cells = [name, ", ".join(f"{score:.1f}" for score in scores), f"{statistics.mean(scores):.1f}"]
+            cells += [" or ".join(peaks) + " GiB"] if peaks else []
+            lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def grouped(study: str, evaluated: Iterable[str], name: Callable[[dict[str, str]], str]) -> dict[str, Any]:
+        of: dict[str, list[dict[str, str]]] = {}
+        for r in rows:
+            if r["study"] == study and r["evaluated"] in evaluated and r["score"]:
+                of.setdefault(name(r), []).append(r)
+        return of
+
+    top1 = "top-1 of each seed, % | mean"
+    exchanged = grouped("norm", EITHER, lambda r: f"leaky_relu | {r['evaluated']}")
+    exchanged |= grouped("activation", EITHER, lambda r: f"relu | {r['evaluated']}")
+    return {
+        "norm": table(
+            f"| norm | dtype | {top1} | peak |", grouped("norm", ["val"], lambda r: f"{r['variant']} | {r['dtype']}")
+        ),
+        "activation": table(f"| trained with | evaluated with | {top1} |", exchanged),
+        "ranks": table(
+            f"| statistics of | {top1} | peak of a process |", grouped("ranks", ["val"], lambda r: r["variant"])
+        ),
+        "camvid": table(
+            "| crops | evaluated | mean IoU of each seed, % | mean |",
+            grouped("camvid", ["val", *TEST], lambda r: f"{r['variant']} | {r['evaluated']}"),
+        ),
+    }
+
+
 def command(*arguments: str, ranks: int = 1) -> str:
     spread = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     done = subprocess.run([sys.executable, *spread, *CLI, *arguments], capture_output=True, text=True, timeout=590)
@@ -162,8 +203,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=0, help="the recipe's own if 0")
     parser.add_argument("--set", action="append", default=[], help="more settings, for all runs")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--tables", type=Path, metavar="FILE", help="print the tables of a file, and run nothing")
     parser.add_argument("--busy", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.tables:
+        print("\n\n".join(tables(given.tables).values()))
+        return
     data = dict(pair.split("=", 1) for pair in given.data)
     missing = {job.recipe for study in given.study for job in STUDIES[study]} - data.keys()
     if missing and not given.busy:

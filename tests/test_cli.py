@@ -189,6 +189,8 @@ def test_training_and_evaluation_with_another_activation(tmp_path, capsys):
         assert cli.main(["evaluate", folder, "--device", "cpu", "--activation", activation, "--json", str(file)]) == 0
         scores[activation] = json.loads(file.read_text())
     assert scores["relu"]["val_loss"] != scores["leaky_relu"]["val_loss"]
+    assert cli.main(["evaluate", folder, "--device", "cpu", "--flip"]) == 1
+    assert "--flip are of segmentation" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
+import importlib
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,15 @@ name = lambda path: path.name
 def read(results: str) -> list[dict[str, str]]:
     with (ROOT / "benchmarks" / "results" / results).open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def script(name: str) -> Any:
+    """A benchmark as a module; they import each other."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -56,9 +67,7 @@ def test_the_gpu_figures_are_the_committed_measurement(tmp_path):
     notes, readme = (ROOT / "benchmarks" / "NOTES.md").read_text(), (ROOT / "README.md").read_text()
     for r in read("demo-h200-torch2.11.0.csv"):
         assert f"{int(r['peak_bytes']) / 2**20:.1f} MiB | {r['median_ms']} ms |" in notes
-    spec = importlib.util.spec_from_file_location("plot", ROOT / "benchmarks" / "plot.py")
-    plot = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plot)
+    plot = script("plot")
     rows = plot.read(ROOT / "benchmarks" / "results" / "layer-H200-torch2.11.0-triton3.6.0.csv")
     assert plot.table(rows) in notes and plot.over(rows, "ours", "bfloat16") == 1
     assert "floor / ours" in plot.summary(rows)
@@ -89,9 +98,7 @@ def test_the_gpu_figures_are_the_committed_measurement(tmp_path):
 
 def test_blocks_and_networks_are_the_committed_measurement(tmp_path):
     notes = (ROOT / "benchmarks" / "NOTES.md").read_text()
-    spec = importlib.util.spec_from_file_location("plot", ROOT / "benchmarks" / "plot.py")
-    plot = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plot)
+    plot = script("plot")
     blocks = plot.read_blocks(ROOT / "benchmarks" / "results" / "block-H200-torch2.11.0-triton3.6.0.csv")
     assert plot.block_table(blocks) in notes
     time = {name: [sum(by[name][:2]) for by in blocks.values()] for name in next(iter(blocks.values()))}
@@ -174,12 +181,16 @@ def test_the_variants_are_the_committed_measurement():
             f"Came: {min(ratios):.2f}–{max(ratios):.2f}" in notes
             or f"came to {min(ratios):.2f}–{max(ratios):.2f}" in notes
         )
+    for r in read("packed-H200-torch2.11.0-triton3.6.0.csv"):
+        if int(r["row_bytes"]) <= 512 and not r["shape"].startswith("256x256"):
+            assert f" {r['forward_us']} + {r['backward_us']} |" in notes, r
+    host = notes.split("\nHost time of a layer")[1].split("\nNext: ")[0]
     counted = read("counters-H200-torch2.11.0-triton3.6.0.csv")[1]
     moved = int(counted["read_bytes"]) + int(counted["written_bytes"])
     assert f"{int(counted['read_bytes']) / 1e6:.0f} MB read from memory" in notes and counted["us"] in notes
     assert f"{moved / float(counted['us']) / 1e6:.1f} TB/s" in notes
     for r in read("host-H200-torch2.11.0-triton3.6.0.csv"):
-        assert r["layer"] == "Identity" or r["forward_backward_us"] in notes
+        assert r["layer"] == "Identity" or f"{float(r['forward_backward_us']):.0f}" in host
     parts = {
         (r["chain"], r["candidate"]): r["forward_backward_us"]
         for r in read("hostparts-H200-torch2.11.0-triton3.6.0.csv")
@@ -192,6 +203,9 @@ def test_trials_are_told_as_measured():
     notes = (ROOT / "benchmarks" / "NOTES.md").read_text().split("\nTrials, ")[1]
     for r in read("trials-H200-torch2.11.0-triton3.6.0.csv"):
         untold = "optim.lr=0.05", "optim.name=adamw", "optim.lr=0.01"
+        if r["held_out"]:
+            assert f"{100 * float(r['val']):.1f}" in notes, r
+            continue
         colours_enlarged = "data.resize" in r["settings"] and "augment.colour" in r["settings"]
         if not r["settings"].startswith(untold) and not colours_enlarged:
             assert f"{100 * float(r['test'] or r['val']):.1f}" in notes, r
@@ -199,9 +213,7 @@ def test_trials_are_told_as_measured():
 
 def test_conversion_is_the_committed_measurement():
     text = (ROOT / "docs" / "converting.md").read_text()
-    spec = importlib.util.spec_from_file_location("conversion", ROOT / "benchmarks" / "conversion.py")
-    conversion = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conversion)
+    conversion = script("conversion")
     path = ROOT / "benchmarks" / "results" / "conversion-cpu-torch2.13.0.csv"
     assert conversion.table(path) in text
     rows = read(path.name)
@@ -288,20 +300,16 @@ def test_what_fits_12_gigabytes_is_the_committed_measurement():
         assert f"{r['median_ms']} ms ({r['p10_ms']}–{r['p90_ms']}), {r['peak_gib']} GiB" in text
 
 
-def test_the_photographs_are_the_committed_measurement():
+def test_training_runs_are_the_committed_measurement():
     text = (ROOT / "docs" / "recipes.md").read_text()
-    runs: dict[tuple[str, str], dict[int, float]] = {}
-    for r in read("imagenette-H200-torch2.11.0-triton3.6.0.csv"):
-        if r["study"] == "norm":
-            runs.setdefault((r["variant"], r["dtype"]), {})[int(r["seed"])] = 100 * float(r["top1"])
-        elif r["gpu_busy"]:
-            assert f"busy for {float(r['gpu_busy']):.0%} of it".replace("%", " %") in text
-        else:
-            assert f"{100 * float(r['data_wait']):.1f} % of its time waiting" in text
-    for (variant, dtype), by_seed in runs.items():
-        each = [f"{by_seed[seed]:.1f}" for seed in sorted(by_seed)]
-        mean = sum(by_seed.values()) / len(by_seed)
-        assert len(each) == 3 and f"| {variant} | {dtype} | {', '.join(each)} | {mean:.1f} |" in text
+    recipes = script("recipes")
+    path = ROOT / "benchmarks" / "results" / "recipes-H200-torch2.11.0-triton3.6.0.csv"
+    for table in recipes.tables(path).values():
+        assert len(table.splitlines()) == 2 or table in text
+    alone = [r for r in read(path.name) if r["study"] == "alone"]
+    assert f"trains {alone[0]['images_per_second']} images a second" in text
+    assert f"{100 * float(alone[0]['data_wait']):.1f} % goes by waiting" in text
+    assert f"busy for {100 * float(alone[1]['gpu_busy']):.0f} % of the time" in text
 
 
 def test_class_uniform_sampling_is_the_committed_measurement():

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from inplace_abn import ABN, models, outside
 from inplace_abn.memory import LiveBytes
 from inplace_abn.recipes import classes as known_classes
-from inplace_abn.recipes import data, labelled, named, names, pixels, prediction, sizing, storage, task_of
+from inplace_abn.recipes import data, labelled, named, names, pixels, prediction, segmentation, sizing, storage, task_of
 from inplace_abn.recipes.config import Config, from_dict, override, settings
 from inplace_abn.recipes.data import Draw, Permuted
 from inplace_abn.recipes.files import Paths, read_image, write_png
@@ -762,6 +762,18 @@ def test_a_mirrored_view_of_a_mirrored_image_is_the_same():
     torch.testing.assert_close(one[1], other[1].flip(2), rtol=0, atol=ROUNDING)
 
 
+@torch.no_grad()
+def test_an_evaluation_of_several_views_decides_as_a_prediction_does():
+    torch.manual_seed(0)
+    net, x = Small(4, ABN, pixels=True).eval(), torch.randn(2, 3, 32, 48)
+    classes, sure = predicted(net, x, (0.5, 1.0), flip=True)
+    task = Segmentation(scales=(0.5, 1.0), flip=True)
+    output = task.output(net, x, print)
+    torch.testing.assert_close(output.max(1).values, sure, rtol=0, atol=ROUNDING)
+    counts = task.counts(output, classes, 4)
+    assert torch.equal(counts, torch.diag(classes.flatten().bincount(minlength=4)))
+
+
 def test_colours():
     shown = coloured(torch.tensor([[0, 1, VOID]]), known_classes.CITYSCAPES)
     assert shown.permute(1, 2, 0).tolist() == [[[128, 64, 128], [244, 35, 232], [0, 0, 0]]]
@@ -932,7 +944,7 @@ def test_the_demonstration_trains_compares_and_draws(tmp_path, capsys):
 # From training to files of labels.
 
 
-def test_segmentation_from_training_to_prediction(tmp_path, capsys):
+def test_segmentation_from_training_to_prediction(tmp_path, capsys, monkeypatch):
     from inplace_abn.cli import main
 
     folder = tmp_path / "run"
@@ -945,6 +957,13 @@ def test_segmentation_from_training_to_prediction(tmp_path, capsys):
     assert main(["evaluate", str(folder), "--device", "cpu", "--json", str(scores)]) == 0
     logged = storage.lines(folder)[-1]
     assert json.loads(scores.read_text())["miou"] == logged["miou"] and (folder / "evaluation.png").exists()
+    looked, views = [], segmentation.views
+    with monkeypatch.context() as spied:
+        spied.setattr(segmentation, "views", lambda *given: looked.append(given[2:]) or views(*given))
+        assert main(["evaluate", str(folder), "--device", "cpu", "--scales", "0.5,1,2", "--flip"]) == 0
+    # Two images to score, and both once more for the picture.
+    assert looked == 4 * [((0.5, 1.0, 2.0), True)]
+    assert main(["evaluate", str(folder), "--device", "cpu", "--view", "ten"]) == 1
     for i in range(2):
         png(tmp_path / "images" / f"{i}.png", picture(i, (20, 30)))
     out = tmp_path / "out"
@@ -969,6 +988,7 @@ def test_segmentation_from_training_to_prediction(tmp_path, capsys):
     assert main(["predict", str(folder), images, str(out)]) == 1
     said = capsys.readouterr().err
     assert "holds the images themselves" in said and "the same name: 0" in said and "1.png cannot be read" in said
+    assert "view 'ten' is of classification" in said
 
 
 def test_the_released_vistas_network_predicts(tmp_path, monkeypatch):

@@ -44,6 +44,10 @@ def parser() -> argparse.ArgumentParser:
     def of_device(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--device", metavar="NAME", help="cuda, cuda:1, cpu (default: a GPU where there is one)")
 
+    def of_views(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--scales", default="1", metavar="S,S", help="of images to segment, such as 0.7,1,1.2")
+        sub.add_argument("--flip", action="store_true", help="segment the mirror image, too")
+
     command("info", "Show the environment, which backend runs, and why.")
     sub = command("convert", "Convert a model and report norm by norm what it saves.")
     of_model(sub, "8,3,224,224")
@@ -90,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--view", default="centre", help="of an image to classify: centre, ten (crops), or 320 (a larger centre)"
     )
+    of_views(sub)
     sub.add_argument("--activation", metavar="NAME", help="behind the norms instead of the one that was trained with")
     sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change a setting")
     of_device(sub)
@@ -103,8 +108,7 @@ def parser() -> argparse.ArgumentParser:
     )
     kinds = ("palette", "raw", "prob")
     sub.add_argument("--output", choices=kinds, default="palette", help="colours, class numbers, or confidences, too")
-    sub.add_argument("--scales", default="1", metavar="S,S", help="of the image, such as 0.7,1,1.2")
-    sub.add_argument("--flip", action="store_true", help="look at the mirror image, too")
+    of_views(sub)
     sub.add_argument("--fusion", choices=("mean", "voting", "max"), default="mean", help="of several views")
     sub.add_argument("--longest", type=int, metavar="PIXELS", help="side to bring images to (default 2048 for Vistas)")
     sub.add_argument("--tile", type=int, default=0, metavar="PIXELS", help="predict in tiles, for large images")
@@ -458,7 +462,7 @@ def evaluate(given: argparse.Namespace) -> None:
     try:
         ranks = processes.Ranks(_device(given.device))
         config, model, _ = evaluation.restored(given.run, task_of, ranks.device, change)
-        task = task_of(config, given.view)
+        task = task_of(config, given.view, _scales(given.scales), given.flip)
         val = task.samples(config, "val")
         scores = evaluation.evaluate(config, task, model, val, ranks)
     except (ValueError, OSError, ImportError) as error:
@@ -472,6 +476,14 @@ def evaluate(given: argparse.Namespace) -> None:
         write(given.json, json.dumps(scores, indent=2))
 
 
+def _scales(text: str) -> list[float]:
+    """Of the images that are segmented."""
+    scales = [float(part) for part in text.split(",")]
+    if not all(0 < scale <= 8 for scale in scales):
+        raise ValueError(f"--scales {text}: numbers above 0, at most 8")
+    return scales
+
+
 def predict(given: argparse.Namespace) -> None:
     """Label files for images."""
     from rich.progress import track
@@ -480,9 +492,7 @@ def predict(given: argparse.Namespace) -> None:
     from .recipes.segmentation import Segmentation
 
     try:
-        scales = [float(text) for text in given.scales.split(",")]
-        if not all(0 < scale <= 8 for scale in scales):
-            raise ValueError(f"--scales {given.scales}: numbers above 0, at most 8")
+        scales = _scales(given.scales)
         device = processes.Ranks(_device(given.device)).device
         predictor = prediction.load(given.source, given.vistas, device)
         if given.longest is not None:

@@ -433,9 +433,17 @@ class InPlaceABN(torch.autograd.Function):
                 dx = ops.input_grad(dz, z, weight, bias, invstd, None, None, 0, *rest, fill, mean)
         if ctx.record is not None:
             ctx.record.forget()
-        dweight = dgamma.to(weight.dtype) if need_weight and weight is not None and dgamma is not None else None
-        dbias = dbeta.to(bias.dtype) if need_bias and bias is not None and dbeta is not None else None
+        dweight = _gradient_of(weight, dgamma) if need_weight else None
+        dbias = _gradient_of(bias, dbeta) if need_bias else None
         return dx, dweight, dbias, dr
+
+
+def _gradient_of(parameter: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """The gradient in its parameter's dtype."""
+    if parameter is None or gradient is None:
+        return None
+    # A conversion to the same dtype costs nothing but the call, which for a small layer is dear.
+    return gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
 
 
 # Function.apply itself looks for transforms of torch.func first, which were ruled out, and costs a third of the call.

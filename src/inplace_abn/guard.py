@@ -157,7 +157,9 @@ def _known(layer: nn.Module, dtype: torch.dtype) -> Known:
 
 def _identity(v: Tensor | None) -> tuple[int, int]:
     # What is computed (parametrizations, FSDP's views, functional_call) is new every time, and looked at by count alone.
-    return (id(v), v._version) if isinstance(v, nn.Parameter) and not v.is_inference() else (0, 0)
+    if v is None or not (type(v) is nn.Parameter or isinstance(v, nn.Parameter)) or v.is_inference():
+        return 0, 0
+    return id(v), v._version
 
 
 # By parameter, the layers that have decided. What an optimizer does to it is no reason to look again at once.

@@ -296,12 +296,12 @@ def _stream(x: Tensor) -> int:
 _WORDS: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
 
-def _words(x: Tensor, many: int) -> tuple[Tensor, Tensor]:
+def _words(x: Tensor, stream: int, many: int) -> tuple[Tensor, Tensor]:
     """Room for what members exchange, and the epoch with its count of finished programs."""
     # Graphs captured on one stream may be replayed on several: each launch gets words of its own.
     if _capturing(x):
         return _fresh_words(x.device, many)
-    key = x.device, _stream(x)
+    key = x.device, stream
     if key not in _WORDS or _WORDS[key][0].numel() < many:
         _WORDS[key] = _to_stay(_fresh_words, x.device, triton.next_power_of_2(many))
     return _WORDS[key]
@@ -391,12 +391,11 @@ def _planned(
 def _start(launch: Launch, tensors: list[Tensor], floats: tuple[float, ...]) -> None:
     """Run what was planned."""
     x = tensors[0]
+    stream = _stream(x)
     if launch.words:
-        tensors = [*tensors, *_words(x, launch.words)]
+        tensors = [*tensors, *_words(x, stream, launch.words)]
     elif launch.room[0]:
-        room = (
-            _fresh_counters(x.device, *launch.room) if _capturing(x) else _counters(x.device, _stream(x), *launch.room)
-        )
+        room = _fresh_counters(x.device, *launch.room) if _capturing(x) else _counters(x.device, stream, *launch.room)
         tensors = [*tensors, *room]
     pointers = [t.data_ptr() for t in tensors]
     # Compiled for pointers aligned as torch allocates; parameters cut out of a larger tensor may not be.
@@ -405,7 +404,7 @@ def _start(launch: Launch, tensors: list[Tensor], floats: tuple[float, ...]) -> 
         arguments = (*tensors, *launch.numbers, *map(float, floats))
         launch.kernel[(launch.grid,)](*arguments, **launch.constants, **launch.options)
     else:
-        launch.run(_stream(x), *pointers, *launch.numbers, *map(float, floats), *launch.trailing)
+        launch.run(stream, *pointers, *launch.numbers, *map(float, floats), *launch.trailing)
 
 
 def _prepare(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from . import classification, segmentation
 from .building import Task
 from .classification import Classification
@@ -29,6 +31,14 @@ def named(name: str) -> Config:
     return _RECIPES[name]
 
 
-def task_of(config: Config, view: str = "centre") -> Task:
-    """What the config trains for; ``view`` is how images are looked at in an evaluation of classification."""
-    return Classification(view) if config.task == "classification" else Segmentation()
+def task_of(config: Config, view: str = "centre", scales: Sequence[float] = (1.0,), flip: bool = False) -> Task:
+    """What the config trains for, and how an evaluation looks at images: by ``view`` in classification, else by the rest."""
+    if config.task == "classification":
+        if flip or tuple(scales) != (1.0,):
+            raise ValueError("this is a run of classification, which has --view; scales and --flip are of segmentation")
+        return Classification(view)
+    if view != "centre":
+        raise ValueError(
+            f"this is a run of segmentation, which has --scales and --flip; view {view!r} is of classification"
+        )
+    return Segmentation(scales=scales, flip=flip)

@@ -53,7 +53,7 @@ class Predictor:
         if factor != 1:
             x = F.interpolate(x, [max(1, round(factor * side)) for side in size], mode="bilinear", antialias=True)
         tell = functools.partial(print, file=sys.stderr)
-        classes, sure = predicted(lambda view: task.output(self.model, view, tell), x, scales, flip, fusion)
+        classes, sure = predicted(lambda view: task.logits(self.model, view, tell), x, scales, flip, fusion)
         at = [F.interpolate(t[:, None].float(), size, mode="nearest-exact")[0, 0] for t in (classes, sure)]
         return at[0].to(torch.uint8).cpu(), at[1].cpu()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,10 +34,12 @@ class Segmentation:
     Args:
         tile: side of the tiles that images are evaluated in, a multiple of 32; 0 for whole images. Where the memory does not
             suffice for a single image, it is cut into tiles, or smaller ones, and so are all from then on.
+        scales: of an image in an evaluation. Of several views, the mean of their probabilities decides.
+        flip: evaluate the mirror image as well, at every scale.
     """
 
-    def __init__(self, tile: int = 0) -> None:
-        self.tile = tile
+    def __init__(self, tile: int = 0, scales: Sequence[float] = (1.0,), flip: bool = False) -> None:
+        self.tile, self.scales, self.flip = tile, tuple(scales), flip
 
     def build(self, config: Config, classes: int) -> nn.Module:
         """DeepLabV3 on the network, its body from a file if the config names one."""
@@ -60,7 +62,19 @@ class Segmentation:
 
     @torch.no_grad()
     def output(self, model: nn.Module, x: Tensor, say: Callable[[str], None]) -> Tensor:
-        """Logits at the network's stride, of the whole or out of tiles."""
+        """Logits at the network's stride; of several views, mean probabilities at the image's size."""
+        if self.scales == (1.0,) and not self.flip:
+            return self.logits(model, x, say)
+        # One image at a time: probabilities of its size are large.
+        each = []
+        for image in x.split(1):
+            seen = views(lambda view: self.logits(model, view, say), image, self.scales, self.flip)
+            each.append(sum(seen, torch.zeros((), device=x.device)) / (len(self.scales) * (1 + self.flip)))
+        return torch.cat(each)
+
+    @torch.no_grad()
+    def logits(self, model: nn.Module, x: Tensor, say: Callable[[str], None]) -> Tensor:
+        """At the network's stride, of the whole or out of tiles."""
         try:
             logits: Tensor = tiled(model, x, self.tile, MARGIN) if self.tile else model(x)
             return logits
@@ -70,10 +84,10 @@ class Segmentation:
                 raise
         # Out of the handler, whose exception holds on to what the network had computed.
         if len(x) > 1:
-            return torch.cat([self.output(model, part, say) for part in x.chunk(2)])
+            return torch.cat([self.logits(model, part, say) for part in x.chunk(2)])
         self.tile = smaller
         say(f"images of {x.shape[3]}×{x.shape[2]} pixels do not fit into the memory: in tiles of {self.tile}² now")
-        return self.output(model, x, say)
+        return self.logits(model, x, say)
 
     def _smaller(self, side: int) -> int:
         """The next tile that makes an image of this side smaller, margins included; 0 if there is none."""
@@ -172,15 +186,18 @@ def predicted(
         fusion: "mean" of the probabilities; "voting", where every view has a vote for each pixel and summed probabilities decide
             between equals; "max", the view that is most confident.
     """
-    views = []
+    return fused(list(views(logits_of, x, scales, flip)), fusion)
+
+
+def views(logits_of: Callable[[Tensor], Tensor], x: Tensor, scales: Sequence[float], flip: bool) -> Iterator[Tensor]:
+    """Probabilities (N, C, H, W) by every view of images x, at their size; the arguments are those of :func:`predicted`."""
     for scale in scales:
         size = [max(1, round(scale * side)) for side in x.shape[2:]]
         at = x if scale == 1 else F.interpolate(x, size, mode="bilinear", align_corners=False)
         for mirrored in (False, True) if flip else (False,):
             logits = logits_of(at.flip(3) if mirrored else at).float()
             logits = F.interpolate(logits, x.shape[2:], mode="bilinear", align_corners=False)
-            views.append((logits.flip(3) if mirrored else logits).softmax(1))
-    return fused(views, fusion)
+            yield (logits.flip(3) if mirrored else logits).softmax(1)
 
 
 def fused(views: Sequence[Tensor], fusion: str) -> tuple[Tensor, Tensor]:

@@ -65,13 +65,14 @@ class Job:
 
 EITHER = {name: ("--activation", name) for name in ("relu", "leaky_relu")}
 TEST = {"test": ("--set", "data.validation=test")}
+TEST["test, three scales and mirrored"] = (*TEST["test"], "--scales", "0.75,1,1.25", "--flip")
 SMALL = ("network.name=resnet18", "data.workers=4")
-# Batches and crops in place have the peak of standard batch norm's 16 crops of 320², by `inplace_abn.planning.forecast`.
+# Batches and crops in place have the peak of standard batch norm's 16 crops of 512², by `inplace_abn.planning.forecast`.
 CAMVID = [
     Job("camvid", "standard", ("network.norm=standard",), evaluations=TEST),
     Job("camvid", "in place", ("network.norm=inplace",), evaluations=TEST),
-    Job("camvid", "in place, more crops", ("network.norm=inplace", "train.batch=26"), evaluations=TEST),
-    Job("camvid", "in place, larger crops", ("network.norm=inplace", "data.crop=408"), evaluations=TEST),
+    Job("camvid", "in place, more crops", ("network.norm=inplace", "train.batch=24"), evaluations=TEST),
+    Job("camvid", "in place, larger crops", ("network.norm=inplace", "data.crop=640"), evaluations=TEST),
 ]
 STANDARD = Job("imagenette", "standard", ("network.norm=standard",), evaluations=EITHER)
 STUDIES = {

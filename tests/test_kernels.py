@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -472,6 +473,37 @@ def test_a_thousand_calls_give_one_bit_pattern(layout):
     x, dz = (torch.randn(16, 64, 40, 41, device="cuda").half().contiguous(memory_format=layout) for _ in range(2))
     want = train(x, dz)
     assert all(all(torch.equal(a, b) for a, b in zip(train(x, dz), want, strict=True)) for _ in range(1000))
+
+
+BITS = """
+import hashlib, torch
+from inplace_abn import InPlaceABN
+torch.manual_seed(0)
+digest = hashlib.sha256()
+for shape in ((16, 64, 40, 41), (32, 256, 7, 7), (8, 128, 56, 56)):
+    for layout in (torch.contiguous_format, torch.channels_last):
+        layer = InPlaceABN(shape[1])
+        torch.nn.init.normal_(layer.weight)
+        torch.nn.init.normal_(layer.bias)
+        x, dz = (torch.randn(shape).bfloat16().contiguous(memory_format=layout).cuda() for _ in range(2))
+        layer.cuda()
+        leaf = x.requires_grad_()
+        z = layer(leaf * 1)
+        z.backward(dz)
+        for t in (z, leaf.grad, layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var):
+            digest.update(t.detach().float().cpu().numpy().tobytes())
+print(digest.hexdigest())
+"""
+
+
+@on_a_gpu
+@pytest.mark.long
+def test_twenty_processes_give_one_bit_pattern():
+    def once(_: int) -> str:
+        return subprocess.run([sys.executable, "-c", BITS], check=True, capture_output=True, text=True).stdout
+
+    with ThreadPoolExecutor(5) as pool:
+        assert len(set(pool.map(once, range(20)))) == 1
 
 
 @on_a_gpu

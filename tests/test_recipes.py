@@ -412,10 +412,12 @@ def pairs(root: Path, classes=3, size=(20, 24), count=4, part="train"):
         gray(root / part / "labels" / f"{i}.png", label)
 
 
+# Images as they are, in small crops.
+PLAIN = ["data.resize=0", "data.evaluate_resize=0", "data.crop=16", "data.cache=false", "augment.colour=0"]
+
+
 def config_of(root: Path, kind="pairs", *changes) -> Config:
-    return override(
-        named("camvid"), [f"data.kind={kind}", f"data.path={root}", "data.crop=16", "data.cache=false", *changes]
-    )
+    return override(named("camvid"), [f"data.kind={kind}", f"data.path={root}", *PLAIN, *changes])
 
 
 def read_all(root: Path, kind="pairs", *changes, split="train"):

@@ -1,14 +1,15 @@
 """Time of forward and backward of the layer against its rivals, interleaved in one run.
 
     python benchmarks/layer.py [--threads 2] [--rounds 40] [--out benchmarks/results]      # on a CPU
-    python benchmarks/layer.py --device cuda [--rounds 20]                                 # on a GPU
+    python benchmarks/layer.py --device cuda [--rounds 20] [--residual]                    # on a GPU
 
 CPU: one row per candidate, layout and dtype: median, 10th and 90th percentile of forward + backward in milliseconds. All
 candidates of a shape take turns, each on a fresh copy of the same input, so that the machine's moods are shared.
 
 GPU: one row per shape, direction and implementation, in microseconds of device time, the L2 cache flushed before each. The
 floor is the least traffic (2 passes forward, 3 backward) over the copy bandwidth measured in the same run; floor2 is that of two
-launches (3 and 5); empty, for small maps, is a launch of our grid that does nothing. plot.py makes figure and tables of it.
+launches (3 and 5); empty, for small maps, is a launch of our grid that does nothing. With --residual, in a file of its own, the
+layer adds a map before its activation and gives its gradient, too: 3 and 5 passes, 4 and 8. plot.py draws it.
 """
 
 from __future__ import annotations
@@ -61,6 +62,17 @@ class Checkpointed(nn.Module):
 
 def standard(channels: int) -> nn.Module:
     return nn.Sequential(nn.BatchNorm2d(channels), nn.LeakyReLU(0.01, inplace=True))
+
+
+class Summed(nn.Module):
+    """φ(BN(x) + r)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm, self.act = nn.BatchNorm2d(channels), nn.LeakyReLU(0.01, inplace=True)
+
+    def forward(self, x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        return self.act(self.norm(x) + r)
 
 
 def candidates(channels: int) -> dict[str, nn.Module]:
@@ -119,11 +131,19 @@ GPU_SHAPES = [
     (128, 2048, 7, 7),
 ]
 GPU_DTYPES = ("bfloat16", "float16", "float32")
+# The ends of ResNet-50's blocks.
+RESIDUAL_SHAPES = [(128, 256, 56, 56), (128, 512, 28, 28), (128, 1024, 14, 14), (128, 2048, 7, 7)]
+# Passes over a map, of one launch and of two: reading x (and r), writing z; reading dz and z (and r), writing dx (and dr).
+PASSES = {
+    False: {"forward": {"floor": 2, "floor2": 3}, "backward": {"floor": 3, "floor2": 5}},
+    True: {"forward": {"floor": 3, "floor2": 4}, "backward": {"floor": 5, "floor2": 8}},
+}
 Case = tuple[tuple[int, ...], str, str]
 
 
-def gpu_cases() -> list[Case]:
-    return [(shape, dtype, layout) for shape in GPU_SHAPES for dtype in GPU_DTYPES for layout in LAYOUTS]
+def gpu_cases(residual: bool) -> list[Case]:
+    shapes = RESIDUAL_SHAPES if residual else GPU_SHAPES
+    return [(shape, dtype, layout) for shape in shapes for dtype in GPU_DTYPES for layout in LAYOUTS]
 
 
 def size_of(case: Case) -> int:
@@ -150,31 +170,33 @@ def device_times(calls: dict[str, Callable[[], object]], rounds: int) -> dict[st
     return times
 
 
-def gpu_calls(case: Case) -> dict[str, dict[str, Callable[[], object]]]:
+def gpu_calls(case: Case, residual: bool) -> dict[str, dict[str, Callable[[], object]]]:
     """Forward and backward of every implementation. Ours are the verbs, on buffers of their own, as autograd would call them."""
     shape, dtype, layout = case
-    x, dz = (
+    x, dz, r = (
         torch.randn(shape, device="cuda").to(getattr(torch, dtype)).contiguous(memory_format=LAYOUTS[layout])
-        for _ in range(2)
+        for _ in range(3)
     )
+    make = Summed if residual else standard
     calls: dict[str, dict[str, Callable[[], object]]] = {"forward": {}, "backward": {}}
-    for name, layer in (("eager", standard(shape[1])), ("compile", torch.compile(standard(shape[1])))):
+    for name, layer in (("eager", make(shape[1])), ("compile", torch.compile(make(shape[1])))):
         layer.cuda()
-        leaf = x.clone().requires_grad_()
-        z = layer(leaf)
-        inputs = [leaf, *layer.parameters()]
-        calls["forward"][name] = lambda layer=layer, leaf=leaf: layer(leaf)
+        maps = [t.clone().requires_grad_() for t in ((x, r) if residual else (x,))]
+        z = layer(*maps)
+        inputs = [*maps, *layer.parameters()]
+        calls["forward"][name] = lambda layer=layer, maps=maps: layer(*maps)
         calls["backward"][name] = lambda z=z, inputs=inputs: torch.autograd.grad(z, inputs, dz, retain_graph=True)
     ours = InPlaceABN(shape[1]).cuda()
     phi, a = resolve(ours.activation, ours.activation_param)
     state = (ours.weight, ours.bias, ours.running_mean, ours.running_var, ours.num_batches_tracked)
     verbs = backend(x)
-    rest = (ours.momentum, ours.eps, ours.weight_floor, phi, a)
+    rest = (ours.momentum, ours.eps, ours.weight_floor, phi, a, r if residual else None)
     z, again = x.clone(), x.clone()
     invstd = verbs.normalize_batch_(z, *state, *rest)
+    dr = torch.empty_like(z) if residual else None
     calls["forward"]["ours"] = lambda: verbs.normalize_batch_(again, *state, *rest)
     calls["backward"]["ours"] = lambda: verbs.input_grad_batch(
-        dz, z, ours.weight, ours.bias, invstd, ours.weight_floor, phi, a, ours.variant
+        dz, z, ours.weight, ours.bias, invstd, ours.weight_floor, phi, a, ours.variant, rest[-1], dr
     )
     for call in calls["backward"].values():
         call()
@@ -219,17 +241,15 @@ def gpu_file(out: Path, name: str) -> Path:
     return out / f"{name}-{gpu_name()}-torch{torch.__version__.split('+')[0]}-triton{triton.__version__}.csv"
 
 
-def compile_ahead(processes: int) -> None:
+def compile_ahead(processes: int, residual: bool) -> None:
     """Fill the compilers' caches on disk by several processes at once; the largest maps are left to the run itself."""
-    shares = [
-        subprocess.Popen([sys.executable, __file__, "--device", "cuda", "--share", f"{i}/{processes}"])
-        for i in range(processes)
-    ]
+    again = [sys.executable, __file__, "--device", "cuda", *(["--residual"] if residual else [])]
+    shares = [subprocess.Popen([*again, "--share", f"{i}/{processes}"]) for i in range(processes)]
     for share in shares:
         share.wait()
 
 
-def gpu(rounds: int, out: Path, share: str | None) -> Path | None:
+def gpu(rounds: int, out: Path, share: str | None, residual: bool) -> Path | None:
     import triton
 
     from inplace_abn import kernels
@@ -239,24 +259,24 @@ def gpu(rounds: int, out: Path, share: str | None) -> Path | None:
     torch._functorch.config.donated_buffer = False
     if share is not None:
         i, n = map(int, share.split("/"))
-        for case in [case for case in gpu_cases() if size_of(case) < 1 << 29][i::n]:
-            gpu_calls(case)
+        for case in [case for case in gpu_cases(residual) if size_of(case) < 1 << 29][i::n]:
+            gpu_calls(case, residual)
         return None
-    compile_ahead(max(1, (os.cpu_count() or 2) // 2))
+    compile_ahead(max(1, (os.cpu_count() or 2) // 2), residual)
     per_byte = microseconds_per_byte()
-    path, card = gpu_file(out, "layer"), gpu_name()
+    path, card = gpu_file(out, "residual" if residual else "layer"), gpu_name()
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(GPU_COLUMNS)
-        for case in gpu_cases():
+        for case in gpu_cases(residual):
             kernels._LAUNCHES.clear()
-            calls = gpu_calls(case)
+            calls = gpu_calls(case, residual)
             if size_of(case) <= 12 << 20:
                 for direction, call in empty_launches().items():
                     calls[direction]["empty"] = call
             for direction, by_name in calls.items():
-                passes = {"floor": 2, "floor2": 3} if direction == "forward" else {"floor": 3, "floor2": 5}
-                figures = {impl: [per_byte * size_of(case) * n] * 3 for impl, n in passes.items()}
+                passes = PASSES[residual][direction].items()
+                figures = {impl: [per_byte * size_of(case) * n] * 3 for impl, n in passes}
                 for impl, us in device_times(by_name, rounds).items():
                     deciles = statistics.quantiles(us, n=10)
                     figures[impl] = [statistics.median(us), deciles[0], deciles[-1]]
@@ -276,12 +296,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--residual", action="store_true", help="add a map before the activation (on a GPU)")
     parser.add_argument("--share", help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     given.out.mkdir(parents=True, exist_ok=True)
     if given.device == "cuda":
-        if (path := gpu(given.rounds, given.out, given.share)) is not None:
+        if (path := gpu(given.rounds, given.out, given.share, given.residual)) is not None:
             print(path)
         return
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

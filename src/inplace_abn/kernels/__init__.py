@@ -99,7 +99,7 @@ class Team(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel with all that does not change from call to call; ``run`` starts it at once, given aligned pointers.
+    """A kernel with all that does not change from call to call; ``run(stream, pointers, floats)`` starts it, if they are aligned.
 
     ``words`` is what members of a team exchange, ``room`` the counters and partial results of a crew; 0 where there are none.
     """
@@ -111,8 +111,7 @@ class Launch(NamedTuple):
     numbers: tuple[int | float, ...]
     constants: dict[str, Any]
     options: dict[str, Any]
-    run: Any
-    trailing: tuple[Any, ...]
+    run: Callable[[int, list[int], tuple[float, ...]], None] | None
 
 
 def layout(x: Tensor) -> Layout | None:
@@ -404,7 +403,7 @@ def _start(launch: Launch, tensors: list[Tensor], floats: tuple[float, ...]) -> 
         arguments = (*tensors, *launch.numbers, *map(float, floats))
         launch.kernel[(launch.grid,)](*arguments, **launch.constants, **launch.options)
     else:
-        launch.run(stream, *pointers, *launch.numbers, *map(float, floats), *launch.trailing)
+        launch.run(stream, pointers, floats)
 
 
 def _prepare(
@@ -451,24 +450,30 @@ def _prepare(
         alike = [*tensors[:maps], *(v if v.data_ptr() % 16 == 0 else v.clone() for v in tensors[maps:])]
         extra = _fresh_words(x.device, 1) if words else _fresh_counters(x.device, 1, 1) if room[0] else ()
         built = kernel.warmup(*alike, *extra, *numbers, *floats, **constants, **options, grid=(1,))
-        run = _runner(built, t.S * t.G)
+        run = _runner(built, t.S * t.G, numbers, tuple(constants.values()))
         if words and shared and resident(built.n_regs, built.metadata.shared, where) * where.processors < t.S * t.G:
             return None
         if not aligned:
             run = None
-    return Launch(kernel, t.S * t.G, words, room, numbers, constants, options, run, tuple(constants.values()))
+    return Launch(kernel, t.S * t.G, words, room, numbers, constants, options, run)
 
 
-def _runner(built: Any, grid: int) -> Callable[..., None]:
-    """Starts a compiled kernel on a stream; Triton's own way describes each launch to profilers, even where none listens."""
+def _runner(
+    built: Any, grid: int, numbers: tuple[int | float, ...], constants: tuple[Any, ...]
+) -> Callable[[int, list[int], tuple[float, ...]], None]:
+    """Starts a compiled kernel; Triton's own way describes each launch to profilers, even where none listens."""
     told = built[(grid, 1, 1)]
     launcher, function, metadata, hooks = built.run, built.function, built.packed_metadata, triton.knobs.runtime
 
-    def run(stream: int, *arguments: Any) -> None:
-        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            told(*arguments, stream=stream)
+    def run(stream: int, pointers: list[int], floats: tuple[float, ...]) -> None:
+        before, after = hooks.launch_enter_hook, hooks.launch_exit_hook
+        # Chains of listeners, or, as they once were, a single one.
+        if getattr(before, "calls", before) or getattr(after, "calls", after):
+            told(*pointers, *numbers, *floats, *constants, stream=stream)
         else:
-            launcher(grid, 1, 1, stream, function, metadata, None, None, None, *arguments)
+            launcher(
+                grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *floats, *constants
+            )  # fmt: skip
 
     return run
 

@@ -5,7 +5,8 @@
 CONV1 to CONV4 are the modules mod2 to mod5 of the released network, for images of 224 by 224: a block's three units are bn1 and a
 1×1 convolution, bn2 and a 3×3 convolution of 64 groups, bn3 and a 1×1 convolution. One row per block, strategy and direction:
 microseconds of device time of the three units together, median over the rounds, candidates taking turns, the L2 cache flushed
-before each; and the bytes that autograd keeps for them. The convolutions are part of every figure.
+before each; and the bytes that autograd keeps for them. The convolutions are part of every figure. Rows of batches and dtypes
+that are not run again stay in the file.
 """
 
 from __future__ import annotations
@@ -117,9 +118,15 @@ def main() -> None:
 
     torch.backends.cudnn.benchmark = True
     path, card = gpu_file(given.out, "block"), gpu_name()
+    kept = []
+    if path.exists():
+        with path.open(newline="") as file:
+            known = list(csv.DictReader(file))
+        kept = [r for r in known if int(r["batch"]) not in given.batches or r["dtype"] not in given.dtypes]
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(COLUMNS)
+        rows.writerows([r[column] for column in COLUMNS] for r in kept)
         for batch in given.batches:
             for dtype in given.dtypes:
                 for layout in LAYOUTS:
@@ -132,10 +139,8 @@ def main() -> None:
                                 deciles = statistics.quantiles(us, n=10)
                                 figures = [f"{v:.1f}" for v in (statistics.median(us), deciles[0], deciles[-1])]
                                 where = [block, batch, dtype, layout, strategy, direction]
-                                kept = int(by["kept"][0])
-                                rows.writerow(
-                                    [*where, *figures, kept, given.rounds, card, torch.__version__, triton.__version__]
-                                )
+                                on = [given.rounds, card, torch.__version__, triton.__version__]
+                                rows.writerow([*where, *figures, int(by["kept"][0]), *on])
                             shown[strategy] = round(sum(statistics.median(by[d]) for d in ("forward", "backward")))
                         file.flush()
                         print(block, batch, dtype, layout, shown, flush=True)

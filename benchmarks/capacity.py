@@ -1,8 +1,8 @@
 """What fits a card of so much memory, standard against in place: largest batches and crops of the paper's networks.
 
-    python benchmarks/capacity.py [--memory 12] [--beside 8] [--out benchmarks/results]       # on a GPU, whose memory is capped
+    python benchmarks/capacity.py [--memory 12] [--beside 8] [--study capacity steps] [--out benchmarks/results]
 
-Every case is a training step of SGD with momentum in a process of its own, under
+On a GPU, whose memory is capped. Every case is a training step of SGD with momentum in a process of its own, under
 ``torch.cuda.set_per_process_memory_fraction``: it fits, or torch runs out of memory. Batches are searched by doubling and
 halving, crops in steps of 8 pixels. The cap is on each process, so several are searched beside each other. The paper's Table 3
 has four cards of 12 GB: its 16 crops are 4 on each. Last, step times of every network alone on the card, standard and in place
@@ -45,6 +45,7 @@ STEPS = [
     "steps",
     *CAPACITY[-3:],
 ]
+STUDIES = ("capacity", "steps")
 NORMS: dict[str, Any] = {"standard": ABN, "in place": InPlaceABN}
 # Sides of crops are multiples of this: the paper's are, and the networks' output stride is.
 SIDE = 8
@@ -172,6 +173,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=12, help="gigabytes of the card")
     parser.add_argument("--beside", type=int, default=8, help="searches at once; each may take all of --memory")
     parser.add_argument("--steps", type=int, default=10, help="timings of each network")
+    parser.add_argument("--study", nargs="+", choices=STUDIES, default=STUDIES, help="what to measure")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--only", help=argparse.SUPPRESS)
@@ -183,6 +185,13 @@ def main() -> None:
     import triton
 
     where = [gpu_name(), torch.__version__, triton.__version__]
+    if "capacity" in given.study:
+        measure_capacity(given, where)
+    if "steps" in given.study:
+        measure_steps(given, where)
+
+
+def measure_capacity(given: argparse.Namespace, where: list[str]) -> None:
     cases = [(n, t, dtype, norm, v, f) for dtype in given.dtypes for n, t, v, f in CASES for norm in NORMS]
     path = gpu_file(given.out, "capacity")
     with path.open("w", newline="") as file, ThreadPoolExecutor(given.beside) as pool:
@@ -194,6 +203,9 @@ def main() -> None:
                 file.flush()
                 print(*case, found, flush=True)
     print(path)
+
+
+def measure_steps(given: argparse.Namespace, where: list[str]) -> None:
     path = gpu_file(given.out, "steps")
     with path.open("w", newline="") as file:
         rows = csv.writer(file)

@@ -97,7 +97,7 @@ ONE_BY_ONE = ("alone", "camvid-speed")
 
 
 def tables(path: Path) -> dict[str, str]:
-    """By study, the Markdown table of its runs: scores of all seeds in their order, and their mean."""
+    """By study, the Markdown table of its runs: scores of all seeds in their order, and their mean; speeds."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
 
@@ -131,7 +131,18 @@ def tables(path: Path) -> dict[str, str]:
         ),
         "camvid": table(
             "| crops | evaluated | mean IoU of each seed, % | mean |",
-            grouped("camvid", ["val", *TEST], lambda r: f"{r['variant']} | {r['evaluated']}"),
+            grouped("camvid", TEST, lambda r: f"{r['variant']} | {r['evaluated']}"),
+        ),
+        "camvid-speed": "\n".join(
+            [
+                "| crops | images/s | peak |",
+                "|---|---|---|",
+                *(
+                    f"| {r['variant']} | {r['images_per_second']} | {r['peak_gib']} GiB |"
+                    for r in rows
+                    if r["study"] == "camvid-speed"
+                ),
+            ]
         ),
     }
 

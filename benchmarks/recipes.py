@@ -211,6 +211,7 @@ def main() -> None:
     parser.add_argument("--study", nargs="+", choices=STUDIES, default=list(STUDIES))
     parser.add_argument("--data", action="append", default=[], metavar="RECIPE=FOLDER")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--missing", action="store_true", help="run only what the file does not have yet")
     parser.add_argument("--beside", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=0, help="the recipe's own if 0")
     parser.add_argument("--set", action="append", default=[], help="more settings, for all runs")
@@ -231,14 +232,26 @@ def main() -> None:
         return
     import triton
 
-    def anew(row: dict[str, str]) -> bool:
-        return row["study"] in given.study and (row["study"] in ONE_BY_ONE or int(row["seed"]) in given.seeds)
-
     path = gpu_file(given.out, "recipes")
-    kept = []
+    known = []
     if path.exists():
         with path.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if not anew(row)]
+            known = list(csv.DictReader(file))
+
+    def rows_of(study: str, job: Job, seed: int) -> list[dict[str, str]]:
+        key = (study, job.variant, job.dtype, str(seed))
+        return [r for r in known if (r["study"], r["variant"], r["dtype"], r["seed"]) == key]
+
+    runs = [
+        (study, job, seed)
+        for study in given.study
+        for job in STUDIES[study]
+        for seed in ([0] if study in ONE_BY_ONE else given.seeds)
+    ]
+    if given.missing:
+        runs = [run for run in runs if not {"val", *run[1].evaluations} <= {r["evaluated"] for r in rows_of(*run)}]
+    again = [row for run in runs for row in rows_of(*run)]
+    kept = [row for row in known if row not in again]
     where = {"settings": " ".join(given.set), "gpu": gpu_name()}
     where |= {"torch": torch.__version__, "triton": triton.__version__}
     with path.open("w", newline="") as file, tempfile.TemporaryDirectory() as scratch:
@@ -267,27 +280,21 @@ def main() -> None:
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 print(error, file=sys.stderr, flush=True)
 
-        for study in given.study:
-            for job in STUDIES[study] if study in ONE_BY_ONE else []:
-                run(study, job, 0)
-        if "alone" in given.study:
+        for one in runs:
+            if one[0] in ONE_BY_ONE:
+                run(*one)
+        if "alone" in {study for study, _, _ in runs}:
             (job,) = STUDIES["alone"]
-            again = ["--busy", *assigned(given.set), *(part for pair in given.data for part in ("--data", pair))]
-            done = subprocess.run([sys.executable, __file__, *again], capture_output=True, text=True)
+            busy_run = ["--busy", *assigned(given.set), *(part for pair in given.data for part in ("--data", pair))]
+            done = subprocess.run([sys.executable, __file__, *busy_run], capture_output=True, text=True)
             print(done.stderr[-1500:], file=sys.stderr)
             if not done.returncode:
                 share = f"{float(done.stdout.splitlines()[-1]):.3f}"
                 note(study="alone", recipe=job.recipe, variant=job.variant, dtype=job.dtype, seed=0, gpu_busy=share)
         with ThreadPoolExecutor(given.beside) as pool:
-            begun = [
-                pool.submit(run, study, job, seed)
-                for study in given.study
-                if study not in ONE_BY_ONE
-                for job in STUDIES[study]
-                for seed in given.seeds
-            ]
-        for one in begun:
-            one.result()
+            begun = [pool.submit(run, *one) for one in runs if one[0] not in ONE_BY_ONE]
+        for future in begun:
+            future.result()
 
 
 if __name__ == "__main__":

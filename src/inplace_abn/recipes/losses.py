@@ -51,12 +51,7 @@ class _Bootstrapped(torch.autograd.Function):
             chosen = band.gather(1, classes)[:, 0] - band.logsumexp(1)
             losses[:, rows] = torch.where(known, -chosen, 0)
         pixels = losses.flatten(1)
-        count = max(1, -int(-hardest * pixels.shape[1] // 1))
-        least = pixels.topk(count).values[:, -1:]
-        above, tied = pixels > least, pixels == least
-        places = (count - above.sum(1, keepdim=True)).to(pixels.dtype)
-        weights = above + tied * (places / tied.sum(1, keepdim=True))
-        weights /= count * len(pixels)
+        weights = _shares(pixels, hardest)
         ctx.save_for_backward(logits, targets, weights.view(targets.shape))
         return (pixels * weights).sum()
 
@@ -74,6 +69,19 @@ class _Bootstrapped(torch.autograd.Function):
             slope *= share
             small += _product(down[rows].T, _product(slope, across))
         return (small * grad).to(logits.dtype), None, None
+
+
+def _shares(pixels: Tensor, hardest: float) -> Tensor:
+    """What every pixel's loss counts in the mean, out of the losses (N, HW) of the crops."""
+    if hardest == 1:
+        # No need to sort them.
+        return torch.full_like(pixels, 1 / max(1, pixels.numel()))
+    count = max(1, -int(-hardest * pixels.shape[1] // 1))
+    least = pixels.topk(count).values[:, -1:]
+    above, tied = pixels > least, pixels == least
+    places = (count - above.sum(1, keepdim=True)).to(pixels.dtype)
+    weights = above + tied * (places / tied.sum(1, keepdim=True))
+    return weights.div_(count * len(pixels))
 
 
 def _wide(logits: Tensor, targets: Tensor) -> Tensor:

@@ -85,27 +85,30 @@ class Guard:
 
     def decides(self, layer: nn.Module, x: Tensor, residual: Tensor | None) -> bool:
         """Whether this forward keeps x."""
+        now = _known(layer, x.dtype)
+        self.saw_residual = self.saw_residual or residual is not None
+        if self.keeps_x is not None and now == self.known and (self.steps + 1) % EVERY:
+            self.steps += 1
+            return self.keeps_x
         if x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            # Nothing can be looked at.
             return bool(self.keeps_x)
         fits = residual is None or (residual.shape == x.shape and residual.device == x.device)
         if not fits or not x.is_floating_point():
             # An error to come.
             return False
-        now = _known(layer, x.dtype)
-        self.saw_residual = self.saw_residual or residual is not None
         if self.keeps_x is None or now != self.known:
             self.keeps_x = is_too_large(self._errors(layer, x, residual))
             self.known, self.steps, self.pending = now, 0, None
             _register(layer)
             return self.keeps_x
         self.steps += 1
-        if self.steps % EVERY == 0:
-            if self.pending is not None:
-                if self.event is not None:
-                    # Recorded EVERY forwards ago: done.
-                    self.event.synchronize()
-                self.keeps_x = is_too_large(self.pending)
-            self._start_copy(self._errors(layer, x, residual))
+        if self.pending is not None:
+            if self.event is not None:
+                # Recorded EVERY forwards ago: done.
+                self.event.synchronize()
+            self.keeps_x = is_too_large(self.pending)
+        self._start_copy(self._errors(layer, x, residual))
         return self.keeps_x
 
     def _errors(self, layer: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor:

@@ -89,7 +89,11 @@ def step(kernels, shape, layout, dtype, name, a, momentum, affine=True, residual
     assert near(running[0], expected[0], m) and near(running[1], expected[1], m) and counter == 3
     dz = draw(*shape).to(dtype)
     for variant in ("I", "II"):
-        dr, dr64 = (torch.empty_like(x, dtype=d) if residual else None for d in (dtype, torch.float64))
+        # In x's layout, gaps included: dr and dx are written at the same places.
+        dr, dr64 = (
+            torch.empty_strided(x.shape, x.stride(), dtype=d, device=DEVICE) if residual else None
+            for d in (dtype, torch.float64)
+        )
         dx, dgamma, dbeta = kernels.input_grad_batch(dz, x, weight, bias, invstd, *rest, variant, r, dr)
         sum_dy, sum_dy_xhat = reference.sums(dz.double(), x.double(), weight, bias, *rest, variant, r64)
         sums = (sum_dy, sum_dy_xhat, count)
@@ -115,6 +119,54 @@ def test_shapes_and_strides(kernels, shape, layout):
 @pytest.mark.parametrize("name", INVERTIBLE)
 def test_activations(kernels, name, dtype):
     step(kernels, SHAPES["odd"], "channels_last", dtype, name, 1.0, None)
+
+
+@runs_here
+@pytest.mark.parametrize(
+    "shape, layout",
+    [
+        ((3, 19, 7, 7), "contiguous"),
+        ((5, 16, 7, 7), "gap"),
+        ((5, 16, 7, 7), "offset"),
+        ((2, 40, 3, 5), "contiguous"),
+        ((3, 9, 8, 8), "contiguous"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_channels_that_are_packed(kernels, monkeypatch, shape, layout, dtype):
+    """In tiles as on a GPU: smaller ones hold no packed slab of 16-bit numbers."""
+    monkeypatch.setattr(kernels, "TILE", 4096)
+    kernels.cut.cache_clear()
+    x = torch.empty(shape, dtype=dtype)
+    c = kernels.cut(kernels.layout(x), x.element_size(), True)
+    assert 1 < c.constants["W"] < c.constants["BC"]
+    step(kernels, shape, layout, dtype, "leaky_relu", 0.1, 0.1, residual=True)
+
+
+@runs_here
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_channel_that_is_packed_keeps_to_itself(kernels, monkeypatch):
+    """What is not finite in one channel leaves its neighbours' bits as they are."""
+    monkeypatch.setattr(kernels, "TILE", 4096)
+    kernels.cut.cache_clear()
+    g = torch.Generator().manual_seed(0)
+    clean, dz = (torch.randn(5, 19, 7, 7, generator=g).bfloat16().to(DEVICE) for _ in range(2))
+    rest = (1e-5, *resolve("leaky_relu", 0.1))
+
+    def both(x, dz):
+        invstd = kernels.normalize_batch_(x, None, None, None, None, None, 0.1, 1e-5, *rest)
+        return [x, *kernels.input_grad_batch(dz, x, None, None, invstd, *rest, "II")]
+
+    want = both(clean.clone(), dz)
+    for channel, value in ((0, float("nan")), (7, float("inf")), (8, 3e38), (18, float("-inf"))):
+        x = clean.clone()
+        x[2, channel, 3] = value
+        others = [c for c in range(19) if c != channel]
+        for mine, theirs in zip(both(x, dz), want, strict=True):
+            dim = 1 if mine.dim() == 4 else 0
+            kept = torch.tensor(others, device=mine.device)
+            assert torch.equal(mine.index_select(dim, kept), theirs.index_select(dim, kept))
 
 
 @runs_here
@@ -253,22 +305,35 @@ A10 = (72, 65536, 1536, 100 << 10, 6 << 20)
 def test_teams_fit_the_card_and_cover_the_tensor(kernels, monkeypatch, figures):
     monkeypatch.setattr(kernels, "TILE", 4096)
     where = kernels.Card(*figures)
-    for n, c, pixels in [(1, 1, 1), (32, 256, 3136), (16, 128, 112896), (12, 4096, 9409), (200_704, 8, 1), (3, 70, 49)]:
+    sizes = [
+        (1, 1, 1),
+        (32, 256, 3136),
+        (16, 128, 112896),
+        (12, 4096, 9409),
+        (200_704, 8, 1),
+        (3, 70, 49),
+        (128, 2048, 49),
+    ]
+    sizes += [(n, c, pixels) for n in (1, 5, 300) for c in (9, 64) for pixels in range(2, 65)]
+    for n, c, pixels in sizes:
         places = [kernels.Layout(False, n, c, pixels, c * pixels, pixels), kernels.Layout(True, n * pixels, c, 1, c, 1)]
         for place in places:
             for itemsize, tensors, aligned in [(2, 1, True), (2, 2, True), (4, 2, True), (2, 1, False)]:
                 cut = kernels.cut(place, itemsize, aligned)
-                resident = where.processors * (where.registers // (kernels.registers(place.inner) * 256))
+                inner = cut.constants["INNER"]
+                resident = where.processors * (where.registers // (kernels.registers(inner) * 256))
                 team, crew = kernels.team(cut, tensors, where), kernels.crew(cut, where)
                 assert team is None or team.S * team.G <= resident
                 for t in [t for t in (team, crew) if t is not None]:
                     assert t.S == cut.blocks * t.chunks and 1 <= t.G <= cut.slabs
                     # Every tile has one member, and no member is idle.
                     assert t.chunks * t.per >= cut.across > (t.chunks - 1) * t.per
-                high, wide, w = (cut.constants[name] for name in ("BR", "BC", "W"))
-                assert cut.slabs * w >= c and high * wide <= 4096
-                covered = (cut.across * high,) if place.inner else (cut.blocks * high, cut.across * wide)
-                assert covered >= ((place.rows,) if place.inner else (place.rows, place.pixels))
+                high, wide, w, apart = (cut.constants[name] for name in ("BR", "BC", "W", "U"))
+                assert cut.slabs * w >= c and high * wide <= 4096 and high % apart == 0
+                if inner:
+                    assert cut.across * high >= place.rows and wide >= w * place.pixels
+                else:
+                    assert cut.blocks * high >= place.rows and cut.across * wide >= place.pixels
 
 
 def test_residency_follows_registers_and_shared_memory():
@@ -306,6 +371,7 @@ def test_plans_outlive_nothing_they_are_known_by(kernels):
         ((5, 3, 19, 13), "contiguous"),
         ((40, 40), "contiguous"),
         ((9, 3, 5, 5), "channels_last"),
+        ((64, 16, 4, 4), "contiguous"),
     ],
     ids=str,
 )

@@ -42,10 +42,11 @@ TILE = 4096
 WARPS = 8
 # What a row of a slab spans where channels are innermost: one line of the L2 cache.
 LINE_BYTES = 128
-# Pixels of a channel that are few: several channels make a slab then, at least so many bytes of an image. At 7×7 that halves the
-# time of a forward of 128 × 2048 channels; at 14×14 it costs as often as it gains.
+# Pixels of a channel that are few: several channels make a slab then, of at least so many bytes of an image and at most so many
+# channels, whose sums are folded in registers. At 7×7 that halves the time of a forward of 128 × 2048 channels in bfloat16.
 FEW = 64
 PACK_BYTES = 512
+PACK_CHANNELS = 32
 # Shares of the L2 cache for slabs between their two readings, the best first; what is being written needs the rest.
 L2_SHARES = (0.65, 0.55, 0.45)
 # Programs per processor where none waits for another, and the most on one slab, whose results one program adds up.
@@ -202,7 +203,8 @@ def cut(place: Layout, itemsize: int, aligned: bool) -> Cut:
     inner = place.inner or bool(packed)
     constants = {
         "INNER": inner, "BR": height, "BC": width, "W": w, "V": vector,
-        "U": max(1, height * width // (32 * WARPS * vector)) if inner else 1,
+        # Rows that a thread adds up apart; no more than there are, where vectors are short.
+        "U": min(height, max(1, height * width // (32 * WARPS * vector))) if inner else 1,
         "EDGES": edges, "WHOLE": place.channels % w == 0, "STAGES": 3 if inner else 1,
     }  # fmt: skip
     bytes_of_slab = place.rows * place.pixels * w * itemsize
@@ -216,7 +218,7 @@ def _packed(place: Layout, itemsize: int, vector: int) -> tuple[int, int] | None
     w = 1
     while w * place.pixels * itemsize < PACK_BYTES or w * place.pixels % vector:
         w *= 2
-    if not 1 < w <= place.channels or w * place.pixels > TILE:
+    if not 1 < w <= min(PACK_CHANNELS, place.channels) or w * place.pixels > TILE:
         return None
     while place.row_stride % vector or place.channels * place.pixels % vector:
         vector //= 2

@@ -299,6 +299,8 @@ def main() -> None:
     parser.add_argument("--residual", action="store_true", help="add a map before the activation (on a GPU)")
     parser.add_argument("--share", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.residual and given.device != "cuda":
+        parser.error("--residual is measured on a GPU: --device cuda")
     torch.set_num_threads(given.threads)
     given.out.mkdir(parents=True, exist_ok=True)
     if given.device == "cuda":

@@ -104,10 +104,14 @@ def tables(path: Path) -> dict[str, str]:
     def table(head: str, of: dict[str, list[dict[str, str]]]) -> str:
         lines = [head, "|" + "---|" * head.strip("|").count("|") + "---|"]
         for name, own in of.items():
+            if len({(r["epochs"], r["settings"]) for r in own}) > 1:
+                raise ValueError(
+                    f"{name}: runs of different settings are no seeds of one another; run them again alike"
+                )
             scores = [100 * float(r["score"]) for r in sorted(own, key=lambda r: int(r["seed"]))]
             peaks = sorted({r["peak_gib"] for r in own if r["peak_gib"]})
             cells = [name, ", ".join(f"{score:.1f}" for score in scores), f"{statistics.mean(scores):.1f}"]
-            cells += [" or ".join(peaks) + " GiB"] if peaks else []
+            cells += [" or ".join(peaks) + " GiB"] if "peak" in head else []
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
 

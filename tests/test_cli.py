@@ -206,6 +206,7 @@ def test_training_and_evaluation_with_another_activation(tmp_path, capsys):
         (["evaluate", "nowhere"], "nowhere is not the folder of a run"),
         (["evaluate", "nowhere", "--view", "nine"], "nowhere is not the folder of a run"),
         (["predict", "nowhere", ".", "out", "--scales", "0"], "numbers above 0"),
+        (["evaluate", "nowhere", "--scales", "1,"], "--scales '1,': numbers above 0"),
         (["recipes", "resnext"], "is unknown; one of"),
         (["train", "embedded-classify", "--find-batch-size", "--device", "cpu"], "give --memory"),
         (["train", "embedded-classify", "--device", "gpu"], "--device gpu: "),

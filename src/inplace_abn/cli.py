@@ -460,9 +460,10 @@ def evaluate(given: argparse.Namespace) -> None:
         return override(config, [*changes, *given.set])
 
     try:
+        scales = _scales(given.scales)
         ranks = processes.Ranks(_device(given.device))
         config, model, _ = evaluation.restored(given.run, task_of, ranks.device, change)
-        task = task_of(config, given.view, _scales(given.scales), given.flip)
+        task = task_of(config, given.view, scales, given.flip)
         val = task.samples(config, "val")
         scores = evaluation.evaluate(config, task, model, val, ranks)
     except (ValueError, OSError, ImportError) as error:
@@ -478,9 +479,12 @@ def evaluate(given: argparse.Namespace) -> None:
 
 def _scales(text: str) -> list[float]:
     """Of the images that are segmented."""
-    scales = [float(part) for part in text.split(",")]
-    if not all(0 < scale <= 8 for scale in scales):
-        raise ValueError(f"--scales {text}: numbers above 0, at most 8")
+    try:
+        scales = [float(part) for part in text.split(",")]
+    except ValueError:
+        scales = []
+    if not scales or not all(0 < scale <= 8 for scale in scales):
+        raise ValueError(f"--scales {text!r}: numbers above 0, at most 8, with commas between them, such as 0.7,1,1.2")
     return scales
 
 

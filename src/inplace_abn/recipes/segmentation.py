@@ -65,12 +65,14 @@ class Segmentation:
         """Logits at the network's stride; of several views, mean probabilities at the image's size."""
         if self.scales == (1.0,) and not self.flip:
             return self.logits(model, x, say)
-        # One image at a time: probabilities of its size are large.
-        each = []
-        for image in x.split(1):
-            seen = views(lambda view: self.logits(model, view, say), image, self.scales, self.flip)
-            each.append(sum(seen, torch.zeros((), device=x.device)) / (len(self.scales) * (1 + self.flip)))
-        return torch.cat(each)
+        # One image at a time, added up where they stay: probabilities of its size are large.
+        total: Tensor | None = None
+        for i, image in enumerate(x.split(1)):
+            for seen in views(lambda view: self.logits(model, view, say), image, self.scales, self.flip):
+                total = seen.new_zeros(len(x), *seen.shape[1:]) if total is None else total
+                total[i] += seen[0]
+        assert total is not None
+        return total.div_(len(self.scales) * (1 + self.flip))
 
     @torch.no_grad()
     def logits(self, model: nn.Module, x: Tensor, say: Callable[[str], None]) -> Tensor:

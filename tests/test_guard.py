@@ -240,9 +240,9 @@ def losses(norm, dtype, seed, steps=30):
     stem = [nn.Conv2d(3, 16, 3, 2, 1, bias=False), norm(16)]
     net = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 8))
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
-    scenes = [scene(i, (32, 64), seed=3) for i in range(48)]
+    scenes = [scene(i, (16, 32), seed=3) for i in range(48)]
     images, labels = (torch.stack(t) for t in zip(*scenes, strict=True))
-    middle = labels[:, 16, 32]
+    middle = labels[:, 8, 16]
     images, middle = images[middle != VOID], middle[middle != VOID].long()
     seen = []
     for _ in range(steps):

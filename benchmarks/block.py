@@ -17,7 +17,7 @@ import statistics
 from pathlib import Path
 
 import torch
-from layer import LAYOUTS, gpu_file, gpu_name
+from layer import LAYOUTS, gpu_file, gpu_name, rows_in
 from torch import Tensor, nn
 
 from inplace_abn import memory
@@ -118,11 +118,7 @@ def main() -> None:
 
     torch.backends.cudnn.benchmark = True
     path, card = gpu_file(given.out, "block"), gpu_name()
-    kept = []
-    if path.exists():
-        with path.open(newline="") as file:
-            known = list(csv.DictReader(file))
-        kept = [r for r in known if int(r["batch"]) not in given.batches or r["dtype"] not in given.dtypes]
+    kept = [r for r in rows_in(path) if int(r["batch"]) not in given.batches or r["dtype"] not in given.dtypes]
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(COLUMNS)

@@ -241,6 +241,14 @@ def gpu_file(out: Path, name: str) -> Path:
     return out / f"{name}-{gpu_name()}-torch{torch.__version__.split('+')[0]}-triton{triton.__version__}.csv"
 
 
+def rows_in(path: Path) -> list[dict[str, str]]:
+    """What a benchmark wrote before; nothing where there is no file yet."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def compile_ahead(processes: int, residual: bool) -> None:
     """Fill the compilers' caches on disk by several processes at once; the largest maps are left to the run itself."""
     again = [sys.executable, __file__, "--device", "cuda", *(["--residual"] if residual else [])]

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layer import gpu_file, gpu_name
+from layer import gpu_file, gpu_name, rows_in
 
 from inplace_abn.recipes import named, task_of
 
@@ -98,8 +98,7 @@ ONE_BY_ONE = ("alone", "camvid-speed")
 
 def tables(path: Path) -> dict[str, str]:
     """By study, the Markdown table of its runs: scores of all seeds in their order, and their mean; speeds."""
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_in(path)
 
     def table(head: str, of: dict[str, list[dict[str, str]]]) -> str:
         lines = [head, "|" + "---|" * head.strip("|").count("|") + "---|"]
@@ -122,6 +121,8 @@ def tables(path: Path) -> dict[str, str]:
                 of.setdefault(name(r), []).append(r)
         return of
 
+    alone = [r for r in rows if r["study"] == "camvid-speed"]
+    speeds = [f"| {r['variant']} | {r['images_per_second']} | {r['peak_gib']} GiB |" for r in alone]
     top1 = "top-1 of each seed, % | mean"
     exchanged = grouped("norm", EITHER, lambda r: f"leaky_relu | {r['evaluated']}")
     exchanged |= grouped("activation", EITHER, lambda r: f"relu | {r['evaluated']}")
@@ -137,17 +138,7 @@ def tables(path: Path) -> dict[str, str]:
             "| crops | evaluated | mean IoU of each seed, % | mean |",
             grouped("camvid", TEST, lambda r: f"{r['variant']} | {r['evaluated']}"),
         ),
-        "camvid-speed": "\n".join(
-            [
-                "| crops | images/s | peak |",
-                "|---|---|---|",
-                *(
-                    f"| {r['variant']} | {r['images_per_second']} | {r['peak_gib']} GiB |"
-                    for r in rows
-                    if r["study"] == "camvid-speed"
-                ),
-            ]
-        ),
+        "camvid-speed": "\n".join(["| crops | images/s | peak |", "|---|---|---|", *speeds]),
     }
 
 
@@ -237,10 +228,7 @@ def main() -> None:
     import triton
 
     path = gpu_file(given.out, "recipes")
-    known = []
-    if path.exists():
-        with path.open(newline="") as file:
-            known = list(csv.DictReader(file))
+    known = rows_in(path)
 
     def rows_of(study: str, job: Job, seed: int) -> list[dict[str, str]]:
         key = (study, job.variant, job.dtype, str(seed))
@@ -253,8 +241,8 @@ def main() -> None:
         for seed in ([0] if study in ONE_BY_ONE else given.seeds)
     ]
     if given.missing:
-        runs = [run for run in runs if not {"val", *run[1].evaluations} <= {r["evaluated"] for r in rows_of(*run)}]
-    again = [row for run in runs for row in rows_of(*run)]
+        runs = [one for one in runs if not {"val", *one[1].evaluations} <= {r["evaluated"] for r in rows_of(*one)}]
+    again = [row for one in runs for row in rows_of(*one)]
     kept = [row for row in known if row not in again]
     where = {"settings": " ".join(given.set), "gpu": gpu_name()}
     where |= {"torch": torch.__version__, "triton": triton.__version__}

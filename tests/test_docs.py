@@ -191,6 +191,17 @@ def test_the_variants_are_the_committed_measurement():
     assert f"{moved / float(counted['us']) / 1e6:.1f} TB/s" in notes
     for r in read("host-H200-torch2.11.0-triton3.6.0.csv"):
         assert r["layer"] == "Identity" or f"{float(r['forward_backward_us']):.0f}" in host
+    both: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    for r in read("host-H200-torch2.11.0-triton3.6.0.csv"):
+        both.setdefault((r["chain"], r["run"]), {})[r["layer"]] = r
+
+    def over_eager(chain: str, column: str) -> str:
+        pairs = [by for (length, _), by in both.items() if length == chain]
+        ratios = [float(by["InPlaceABN"][column]) / float(by["BatchNorm2d + LeakyReLU"][column]) for by in pairs]
+        return f"{min(ratios):.2f}–{max(ratios):.2f}"
+
+    for chain, column in (("1", "forward_backward_us"), ("20", "forward_backward_us"), ("1", "forward_us")):
+        assert over_eager(chain, column) in host
     parts = {
         (r["chain"], r["candidate"]): r["forward_backward_us"]
         for r in read("hostparts-H200-torch2.11.0-triton3.6.0.csv")

@@ -137,7 +137,7 @@ def test_activations(kernels, name, dtype):
 def test_channels_that_are_packed(kernels, monkeypatch, shape, layout, dtype):
     """In tiles as on a GPU: smaller ones hold no packed slab of 16-bit numbers."""
     monkeypatch.setattr(kernels, "TILE", 4096)
-    kernels.cut.cache_clear()
+    forget(kernels)
     x = torch.empty(shape, dtype=dtype)
     c = kernels.cut(kernels.layout(x), x.element_size(), True)
     assert 1 < c.constants["W"] < c.constants["BC"]
@@ -149,7 +149,7 @@ def test_channels_that_are_packed(kernels, monkeypatch, shape, layout, dtype):
 def test_a_channel_that_is_packed_keeps_to_itself(kernels, monkeypatch):
     """What is not finite in one channel leaves its neighbours' bits as they are."""
     monkeypatch.setattr(kernels, "TILE", 4096)
-    kernels.cut.cache_clear()
+    forget(kernels)
     g = torch.Generator().manual_seed(0)
     clean, dz = (torch.randn(5, 19, 7, 7, generator=g).bfloat16().to(DEVICE) for _ in range(2))
     rest = (1e-5, *resolve("leaky_relu", 0.1))
@@ -334,6 +334,30 @@ def test_teams_fit_the_card_and_cover_the_tensor(kernels, monkeypatch, figures):
                     assert cut.across * high >= place.rows and wide >= w * place.pixels
                 else:
                     assert cut.blocks * high >= place.rows and cut.across * wide >= place.pixels
+
+
+def test_launches_are_described_to_those_who_listen(monkeypatch):
+    """Straight to the launcher otherwise; the same arguments in the same order either way."""
+    kernels = pytest.importorskip("inplace_abn.kernels")
+    triton = pytest.importorskip("triton")
+
+    class Built:
+        function, packed_metadata, straight, told = "function", "metadata", [], []
+
+        def run(self, *arguments):
+            self.straight.append(arguments)
+
+        def __getitem__(self, grid):
+            return lambda *arguments, stream: self.told.append((grid, stream, arguments))
+
+    built = Built()
+    run = kernels._runner(built, 6, (1, 2), ("constant",))
+    arguments = (16, 32, 1, 2, 0.5, "constant")
+    run(7, [16, 32], (0.5,))
+    assert built.straight == [(6, 1, 1, 7, "function", "metadata", None, None, None, *arguments)] and not built.told
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", print)
+    run(7, [16, 32], (0.5,))
+    assert built.told == [((6, 1, 1), 7, arguments)] and len(built.straight) == 1
 
 
 def test_residency_follows_registers_and_shared_memory():

@@ -115,10 +115,12 @@ def tables(path: Path) -> dict[str, str]:
         return "\n".join(lines)
 
     def grouped(study: str, evaluated: Iterable[str], name: Callable[[dict[str, str]], str]) -> dict[str, Any]:
+        # In the order of the study's jobs; rows lie in the order in which runs that went beside each other ended.
+        jobs, views = [(job.variant, job.dtype) for job in STUDIES[study]], list(evaluated)
+        own = [r for r in rows if r["study"] == study and r["evaluated"] in views and r["score"]]
         of: dict[str, list[dict[str, str]]] = {}
-        for r in rows:
-            if r["study"] == study and r["evaluated"] in evaluated and r["score"]:
-                of.setdefault(name(r), []).append(r)
+        for r in sorted(own, key=lambda r: (jobs.index((r["variant"], r["dtype"])), views.index(r["evaluated"]))):
+            of.setdefault(name(r), []).append(r)
         return of
 
     alone = [r for r in rows if r["study"] == "camvid-speed"]

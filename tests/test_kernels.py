@@ -479,7 +479,7 @@ for name, phi in ACTIVATIONS.items():
     plain = name == "leaky_relu"
     for architecture in (80, 90, 100) if plain else (90,):
         # The second has all that the first has, and edges.
-        for place in (LAYOUTS if architecture == 90 else LAYOUTS[1:]) if plain else LAYOUTS[:1]:
+        for place in (LAYOUTS if architecture == 90 else LAYOUTS[1:3]) if plain else LAYOUTS[:1]:
             c = kernels.cut(place, 2, True)
             w = c.constants["W"]
             constants = {
@@ -492,7 +492,7 @@ for name, phi in ACTIVATIONS.items():
             fused = {"maxnreg": kernels.registers(c.constants["INNER"]), "launch_cooperative_grid": True}
             build(device.forward_kernel, architecture, constants, **fused)
             build(device.backward_kernel, architecture, constants, **fused)
-            if plain:
+            if plain and (architecture == 90 or place is LAYOUTS[1]):
                 for kernel in (device.moments_kernel, device.transform_kernel, device.sums_kernel, device.input_grad_kernel):
                     build(kernel, architecture, {**constants, "BS": 16})
 print("built")

@@ -534,11 +534,9 @@ DEFAULT = [
     "torchvision:resnet18",
     "torchvision:densenet121",
     "torchvision:mobilenet_v2",
-    "torchvision:googlenet",
     "torchvision:regnet_y_400mf",
     "torchvision:lraspp_mobilenet_v3_large",
     "timm:efficientnet_b0",
-    "timm:cspresnet50",
 ]
 
 

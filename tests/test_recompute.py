@@ -313,7 +313,7 @@ def test_bytes_kept_by_resnet50():
     assert (round(leaky / standard, 2), round(exact / standard, 2)) == (0.55, 0.56)
 
 
-@pytest.mark.parametrize("name", ["resnet50", "resnet101", "resnet152"])
+@pytest.mark.parametrize("name", ["resnet50", "resnet101", pytest.param("resnet152", marks=pytest.mark.long)])
 def test_neither_bytes_kept_nor_the_peak_grow_back(name):
     kept, between, peak = counted(name, "relu")
     weights = 4 * sum(p.numel() for p in getattr(models, name)(norm_act=ABN).parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -295,9 +296,9 @@ def test_the_layout_is_read_off_the_strides(kernels):
     assert kernels.layout(torch.empty(4, 6)) == (True, 4, 6, 1, 6, 1)
 
 
-H200 = (132, 65536, 2048, 228 << 10, 60 << 20)
-A100 = (108, 65536, 2048, 164 << 10, 40 << 20)
-A10 = (72, 65536, 1536, 100 << 10, 6 << 20)
+H200 = (132, 65536, 2048, 228 << 10, 60 << 20, True)
+A100 = (108, 65536, 2048, 164 << 10, 40 << 20, True)
+A10 = (72, 65536, 1536, 100 << 10, 6 << 20, True)
 
 
 @runs_here
@@ -336,6 +337,47 @@ def test_teams_fit_the_card_and_cover_the_tensor(kernels, monkeypatch, figures):
                     assert cut.blocks * high >= place.rows and cut.across * wide >= place.pixels
 
 
+@pytest.mark.parametrize("figures", [H200, A100, A10], ids=["H200", "A100", "A10"])
+def test_rings_fit_the_card_and_cover_the_channel(monkeypatch, figures):
+    kernels = pytest.importorskip("inplace_abn.kernels")
+    monkeypatch.setattr(kernels, "RING_LEAST", 0)
+    where = kernels.Card(*figures)
+    rings = 0
+    sizes = [
+        (16, 128, 112896),
+        (128, 256, 3136),
+        (12, 4096, 9409),
+        (128, 1024, 196),
+        (300, 3, 66),
+        (2, 3, 80),
+        (1, 5, 100),
+    ]
+    for n, c, pixels in sizes:
+        place = kernels.Layout(False, n, c, pixels, c * pixels, pixels)
+        for itemsize, maps, held in [(2, 1, 1), (2, 2, 1), (2, 2, 2), (2, 3, 3), (4, 1, 1), (4, 2, 2)]:
+            r = kernels.ring_of(place, itemsize, maps, held, where)
+            if r is None:
+                continue
+            rings += 1
+            assert r.vectors * r.V == n * pixels and pixels % r.V == 0 and r.V * itemsize in (8, 16)
+            # Every vector has one member, no member is idle, and no tile of all members is empty.
+            assert r.S * r.share >= r.vectors > (r.S - 1) * r.share and r.T * r.lines >= r.share > (r.T - 1) * r.lines
+            # As the kernels need it for their words and slots.
+            assert r.T < r.lag <= 2 * r.T and 1 <= r.ahead <= r.lag and 1 <= r.G <= c
+            shared = r.lines * r.V * itemsize * (held * (r.lag + r.ahead + 1) + (maps - held) * (r.ahead + 1))
+            each = kernels.resident(r.registers, shared + 512, kernels.RING_WARPS, where)
+            assert each * where.processors >= r.S * r.G
+    assert rings >= 20
+    # Nothing for it: rows that no two vectors share, few pixels, channels innermost, offsets of more than 32 bits, small maps.
+    place = kernels.Layout(False, 12, 4096, 9409, 4096 * 9409, 9409)
+    few = kernels.Layout(False, 128, 2048, 64, 2048 * 64, 64)
+    inner = kernels.Layout(True, 128 * 196, 1024, 1, 1024, 1)
+    far = kernels.Layout(False, 16, 128, 112896, 1 << 27, 112896)
+    assert [kernels.ring_of(p, 2, 1, 1, where) for p in (place, few, inner, far)] == [None] * 4
+    monkeypatch.undo()
+    assert kernels.ring_of(kernels.Layout(False, 8, 64, 784, 64 * 784, 784), 2, 1, 1, where) is None
+
+
 def test_launches_are_described_to_those_who_listen(monkeypatch):
     """Straight to the launcher otherwise; the same arguments in the same order either way."""
     kernels = pytest.importorskip("inplace_abn.kernels")
@@ -364,14 +406,61 @@ def test_residency_follows_registers_and_shared_memory():
     kernels = pytest.importorskip("inplace_abn.kernels")
     where = kernels.Card(*H200)
     # 65,536 registers of 256 threads each; 228 KiB of shared memory, 1 KiB of it per program.
-    assert [kernels.resident(n, 0, where) for n in (32, 33, 64, 65, 255)] == [8, 6, 4, 3, 1]
-    assert [kernels.resident(32, n << 10, where) for n in (27, 113, 114, 228)] == [8, 2, 1, 0]
+    assert [kernels.resident(n, 0, 8, where) for n in (32, 33, 64, 65, 255)] == [8, 6, 4, 3, 1]
+    assert [kernels.resident(32, n << 10, 8, where) for n in (27, 113, 114, 228)] == [8, 2, 1, 0]
+    # Of 128 threads twice as many.
+    assert [kernels.resident(n, 0, 4, where) for n in (64, 168, 255)] == [8, 3, 2]
+
+
+def few_processors(kernels, monkeypatch, processors):
+    """As if the card had so many; small maps are held in shared memory, too."""
+    monkeypatch.setattr(kernels, "RING_LEAST", 0)
+    card = kernels.card
+    monkeypatch.setattr(kernels, "card", lambda where: card(where)._replace(processors=processors))
+
+
+HELD = {
+    "many members": ((32, 5, 56, 56), "contiguous", 132),
+    "many rounds": ((3, 500, 8, 12), "contiguous", 2),
+    "short vectors": ((128, 9, 14, 14), "contiguous", 5),
+    "little to do": ((2, 7, 12, 12), "contiguous", 132),
+    "gap": ((1, 3, 256, 8), "gap", 2),
+    "rank 5": ((6, 4, 6, 8, 10), "gap", 3),
+}
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape, layout, processors", HELD.values(), ids=HELD)
+def test_maps_held_in_shared_memory(kernels, monkeypatch, shape, layout, processors, dtype, residual):
+    """Few processors have many rounds; many have teams of many members."""
+    few_processors(kernels, monkeypatch, processors)
+    step(kernels, shape, layout, dtype, "leaky_relu", 0.01, 0.1, residual=residual)
+    fused = {launch.kernel for launch in kernels._LAUNCHES.values() if launch and launch.words}
+    assert fused == {kernels.ring.forward_kernel, kernels.ring.backward_kernel}
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
+def test_maps_held_in_shared_memory_with_another_activation(kernels, monkeypatch, affine):
+    few_processors(kernels, monkeypatch, 4)
+    step(kernels, (8, 6, 28, 28), "contiguous", torch.float16, "elu", 1.0, None, affine)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("name", ["relu", "leaky_relu", "elu"])
+def test_maps_held_in_shared_memory_from_x(kernels, monkeypatch, name):
+    few_processors(kernels, monkeypatch, 132)
+    test_from_x(kernels, "second trip", "contiguous", name)
+    assert any(launch and launch.kernel is kernels.ring.backward_kernel for launch in kernels._LAUNCHES.values())
 
 
 @runs_here
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_without_a_team_each_verb_has_its_launch(kernels, monkeypatch, layout):
     monkeypatch.setattr(kernels, "team", lambda *_: None)
+    monkeypatch.setattr(kernels, "ring", None)
     for shape in ("odd", "second trip", "few pixels, odd"):
         step(kernels, SHAPES[shape], layout, torch.float32, "leaky_relu", 0.01, None)
     assert None in kernels._LAUNCHES.values()
@@ -405,7 +494,7 @@ def test_members_find_each_others_sums(kernels, monkeypatch, shape, layout):
     Words that bear the right stamp from the start make nobody wait. In the first launch members publish their sums, in the
     second the totals, and in the third everything is there. Backward, since forward the first overwrites what the next reads.
     """
-    where = kernels.Card(4, 65536, 2048, 1 << 17, 1 << 20)
+    where = kernels.Card(4, 65536, 2048, 1 << 17, 1 << 20, False)
     monkeypatch.setattr(kernels, "card", lambda device: where)
     g = torch.Generator().manual_seed(0)
     base, view = LAYOUTS[layout](torch.randn(shape, generator=g))
@@ -454,10 +543,12 @@ AHEAD_OF_TIME = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from triton.experimental.gluon._runtime import GluonASTSource
 from inplace_abn import ACTIVATIONS, kernels
-from inplace_abn.kernels import device
+from inplace_abn.kernels import device, ring
 
 NUMBERS = "rows channels pixels row_stride channel_stride across chunks per slabs S G".split()
+NUMBERS += "row_vectors channel_vectors per_row vectors share".split()
 KINDS = dict.fromkeys(["x_ptr", "z_ptr", "r_ptr", "dz_ptr", "dx_ptr", "dr_ptr"], "*bf16")
 KINDS |= {"count_ptr": "*i32", "sync_ptr": "*i32", "tracked_ptr": "*i64", "words_ptr": "*i64"}
 LAYOUTS = [
@@ -471,8 +562,11 @@ def build(kernel, architecture, constants, **options):
     constants = {name: v for name, v in constants.items() if name in kernel.arg_names}
     other = lambda n: "*fp32" if n.endswith("_ptr") else "i32" if n in NUMBERS else "fp32"
     kinds = {n: "constexpr" if n in constants else KINDS.get(n, other(n)) for n in kernel.arg_names}
-    compile(ASTSource(fn=kernel, signature=kinds, constexprs=constants), target=GPUTarget("cuda", architecture, 32),
-            options={"num_warps": kernels.WARPS, **options})
+    # Addresses as torch gives them.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n.endswith("_ptr")}
+    source = GluonASTSource if kernel in (ring.forward_kernel, ring.backward_kernel) else ASTSource
+    return compile(source(kernel, kinds, constants, aligned), target=GPUTarget("cuda", architecture, 32),
+                   options={"num_warps": kernels.WARPS, **options})
 
 for name, phi in ACTIVATIONS.items():
     forward, inverse, backward = kernels.compiled(phi)
@@ -492,6 +586,13 @@ for name, phi in ACTIVATIONS.items():
             fused = {"maxnreg": kernels.registers(c.constants["INNER"]), "launch_cooperative_grid": True}
             build(device.forward_kernel, architecture, constants, **fused)
             build(device.backward_kernel, architecture, constants, **fused)
+            if place is LAYOUTS[0] or architecture != 90:
+                in_ring = {"V": 8, "LINES": 128, "T": 3, "LAG": 5, "AHEAD": 2, "WARPS": kernels.RING_WARPS}
+                options = {"maxnreg": 168, "launch_cooperative_grid": True, "num_warps": kernels.RING_WARPS}
+                for kernel in (ring.forward_kernel, ring.backward_kernel):
+                    text = build(kernel, architecture, {**constants, **in_ring}, **options).asm["ptx"]
+                    # Whole vectors, or nothing is gained.
+                    assert "cp.async.cg.shared.global" in text and ", 0x10, " in text, text[:2000]
             if plain and (architecture == 90 or place is LAYOUTS[1]):
                 for kernel in (device.moments_kernel, device.transform_kernel, device.sums_kernel, device.input_grad_kernel):
                     build(kernel, architecture, {**constants, "BS": 16})
@@ -522,7 +623,7 @@ def train(x, dz):
 @on_a_gpu
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_the_same_input_gives_the_same_bits_on_every_stream(layout):
-    x, dz = (torch.randn(32, 48, 56, 56, device="cuda").bfloat16().contiguous(memory_format=layout) for _ in range(2))
+    x, dz = (torch.randn(32, 192, 56, 56, device="cuda").bfloat16().contiguous(memory_format=layout) for _ in range(2))
     want = train(x, dz)
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()
@@ -536,7 +637,7 @@ def test_the_same_input_gives_the_same_bits_on_every_stream(layout):
 
 @on_a_gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("shape", [(32, 64, 56, 56), (12, 64, 97, 97), (32, 256, 7, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(32, 96, 56, 56), (8, 64, 28, 28), (12, 64, 97, 97), (32, 256, 7, 7)], ids=str)
 def test_one_launch_each_way_and_the_host_never_waits(shape):
     """The leaf's own multiplication aside, which is one launch each way too."""
     layer = InPlaceABN(shape[1]).cuda()
@@ -559,8 +660,10 @@ def test_one_launch_each_way_and_the_host_never_waits(shape):
 
 
 @on_a_gpu
+@pytest.mark.parametrize("least", [0, 1 << 40], ids=["shared memory", "L2"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_a_thousand_calls_give_one_bit_pattern(layout):
+def test_a_thousand_calls_give_one_bit_pattern(kernels, monkeypatch, layout, least):
+    monkeypatch.setattr(kernels, "RING_LEAST", least)
     x, dz = (torch.randn(16, 64, 40, 41, device="cuda").half().contiguous(memory_format=layout) for _ in range(2))
     want = train(x, dz)
     assert all(all(torch.equal(a, b) for a, b in zip(train(x, dz), want, strict=True)) for _ in range(1000))
@@ -571,7 +674,7 @@ import hashlib, torch
 from inplace_abn import InPlaceABN
 torch.manual_seed(0)
 digest = hashlib.sha256()
-for shape in ((16, 64, 40, 41), (32, 256, 7, 7), (8, 128, 56, 56)):
+for shape in ((16, 64, 40, 41), (32, 256, 7, 7), (32, 192, 56, 56)):
     for layout in (torch.contiguous_format, torch.channels_last):
         layer = InPlaceABN(shape[1])
         torch.nn.init.normal_(layer.weight)
@@ -593,8 +696,56 @@ def test_twenty_processes_give_one_bit_pattern():
     def once(_: int) -> str:
         return subprocess.run([sys.executable, "-c", BITS], check=True, capture_output=True, text=True).stdout
 
-    with ThreadPoolExecutor(5) as pool:
+    with ThreadPoolExecutor(10) as pool:
         assert len(set(pool.map(once, range(20)))) == 1
+
+
+SANITIZED = """
+import torch
+from inplace_abn import InPlaceABN, kernels
+kernels.RING_LEAST = 0
+torch.manual_seed(0)
+for shape, layout, residual in (
+    ((4, 40, 28, 28), torch.contiguous_format, False),
+    ((4, 40, 28, 28), torch.contiguous_format, True),
+    ((4, 40, 28, 28), torch.channels_last, True),
+    ((4, 256, 14, 14), torch.channels_last, False),
+    ((3, 9, 33, 33), torch.contiguous_format, True),
+    ((8, 64, 7, 7), torch.contiguous_format, False),
+):
+    layer = InPlaceABN(shape[1]).cuda()
+    x, dz, r = (torch.randn(shape, device="cuda").bfloat16().contiguous(memory_format=layout) for _ in range(3))
+    layer(x.requires_grad_() * 1, residual=r if residual else None).backward(dz)
+torch.cuda.synchronize()
+print("done")
+"""
+
+
+@on_a_gpu
+@pytest.mark.long
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_the_sanitizer_finds_nothing(tool):
+    found = shutil.which("compute-sanitizer", path=os.environ["PATH"] + ":/usr/local/cuda/bin")
+    if found is None:
+        pytest.skip("needs compute-sanitizer")
+    # Of our kernels alone; blocks of memory of their own, so that memcheck sees their ends.
+    command = [
+        found,
+        "--tool",
+        tool,
+        "--kernel-name-exclude",
+        "kns=at",
+        "--error-exitcode",
+        "3",
+        sys.executable,
+        "-c",
+        SANITIZED,
+    ]
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert (
+        done.returncode == 0 and "done" in done.stdout and "0 errors" in done.stdout.replace("0 hazards", "0 errors")
+    ), done.stdout[-3000:] + done.stderr[-2000:]
 
 
 @on_a_gpu

@@ -1,10 +1,10 @@
 """The verbs of :mod:`inplace_abn.reference` as Triton kernels, for CUDA tensors: same names, same arguments.
 
 A local batch takes one launch forward and one backward. The programs that share a slab of channels exchange their sums within
-the launch and read the slab a second time while it is still in the L2 cache, so x, z and dz come from memory once. Running
-statistics, the counter, the guard on γ, dγ and dβ are computed inside, and the host never waits. Where a card cannot hold the
-programs of a slab at once, and for the verbs that synchronised statistics need one by one, there is a kernel for each verb.
-Which tensors they take: :func:`supports`.
+the launch, and hold the slab in shared memory until then (:mod:`.ring`), or read it a second time while it is still in the L2
+cache, so x, z and dz come from memory once. Running statistics, the counter, the guard on γ, dγ and dβ are computed inside, and
+the host never waits. Where a card cannot hold the programs of a slab at once, and for the verbs that synchronised statistics
+need one by one, there is a kernel for each verb. Which tensors they take: :func:`supports`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ from torch import Tensor
 from .. import activations
 from ..activations import Activation
 from . import device
+
+try:
+    from . import ring
+except ImportError:  # a Triton whose Gluon lacks something
+    ring = None  # type: ignore[assignment]
 
 __all__ = [
     "input_grad",
@@ -49,9 +54,21 @@ PACK_BYTES = 512
 PACK_CHANNELS = 32
 # Shares of the L2 cache for slabs between their two readings, the best first; what is being written needs the rest.
 L2_SHARES = (0.65, 0.55, 0.45)
-# Programs per processor where none waits for another, and the most on one slab, whose results one program adds up.
+# Programs per processor where none waits for another, and the most on one slab, whose results one program adds up. With channels
+# innermost: as many as are resident at once where sums are to be added up, many more where not.
 CREW = 8
 CREW_OF_SLAB = 256
+CREW_THAT_SUMS = 4
+CREW_THAT_MAPS = 16
+# Where maps are held in shared memory: warps of a program, programs on a processor at most, bytes of a tile of all maps, tiles
+# for which a program should have room, and tiles that it goes on with between publishing its sums and collecting those of all.
+RING_WARPS = 4
+RING_PROGRAMS = 3
+RING_BYTES = 8192
+RING_TILES = 9
+RING_SLACK = 2
+# Bytes of a map below which the L2 cache serves as well; a quarter of it where vectors are short.
+RING_LEAST = 32 << 20
 
 
 def registers(inner: bool) -> int:
@@ -71,13 +88,14 @@ class Layout(NamedTuple):
 
 
 class Card(NamedTuple):
-    """What plans depend on."""
+    """What plans depend on; ``copies`` says whether memory can be copied into shared memory while programs go on."""
 
     processors: int
     registers: int
     threads: int
     shared: int
     l2: int
+    copies: bool
 
 
 class Cut(NamedTuple):
@@ -97,6 +115,24 @@ class Team(NamedTuple):
     per: int
     S: int
     G: int
+
+
+class Ring(NamedTuple):
+    """A channel in vectors of V, of which S members have ``share`` each, in T tiles of ``lines``; G channels at a time.
+
+    ``lag`` is the number of tiles between adding one up and transforming it, ``ahead`` that of tiles being copied.
+    """
+
+    V: int
+    lines: int
+    T: int
+    lag: int
+    ahead: int
+    vectors: int
+    share: int
+    S: int
+    G: int
+    registers: int
 
 
 class Launch(NamedTuple):
@@ -155,7 +191,7 @@ def supports(x: Tensor) -> bool:
 def card(where: torch.device) -> Card:
     """The card's figures; without a GPU, those of a small one, for tests in Triton's interpreter."""
     if where.type != "cuda":
-        return Card(1, registers(True) * 32 * WARPS, 32 * WARPS, 1 << 16, 1 << 20)
+        return Card(1, registers(True) * 32 * WARPS, 32 * WARPS, 1 << 16, 1 << 20, False)
     has: Any = torch.cuda.get_device_properties(where)
     return Card(
         has.multi_processor_count,
@@ -163,6 +199,7 @@ def card(where: torch.device) -> Card:
         has.max_threads_per_multi_processor,
         has.shared_memory_per_multiprocessor,
         has.L2_cache_size,
+        torch.version.hip is None and has.major >= 8,
     )
 
 
@@ -263,8 +300,45 @@ def _even(slabs: int, most: int) -> int:
 
 def crew(c: Cut, where: Card, each: int = CREW) -> Team:
     """Who works on a slab where nobody waits: enough programs to fill the card some times over, so many on each processor."""
-    chunks, per, members = _members(c, min(CREW_OF_SLAB, triton.cdiv(each * where.processors, c.slabs)))
+    chunks, per, members = _members(c, max(1, min(CREW_OF_SLAB, each * where.processors // c.slabs)))
     return Team(chunks, per, members, c.slabs)
+
+
+def ring_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> Ring | None:
+    """How a channel is held in shared memory by its members, out of so many maps, of which so many stay until the transform.
+
+    None if the map is small, rows are not aligned, or a channel is too large for all programs together or for offsets of 32 bits.
+    Measured: a round costs what it copies, a quarter of what its tiles could hold, and 256 vectors; one tile ahead is too little.
+    """
+    if place.inner or place.pixels <= FEW or place.rows * place.row_stride >= 1 << 31:
+        return None
+    V = 16 // itemsize
+    while place.pixels % V or place.row_stride % V or place.channel_stride % V:
+        V //= 2
+    if place.rows * place.channels * place.pixels * itemsize < RING_LEAST // (1 if V * itemsize == 16 else 4):
+        return None
+    # What a program has beside its tiles: 1 KiB of the system's, and what reductions need.
+    each = min(RING_PROGRAMS, where.shared // (RING_TILES * RING_BYTES + 1536))
+    if V * itemsize < 8 or not each:
+        return None
+    lines = 1 << (RING_BYTES // maps // (V * itemsize)).bit_length() - 1
+    tiles = (where.shared // each - 1536) // (lines * V * itemsize)
+    vectors, programs = place.rows * place.pixels // V, each * where.processors
+    best: tuple[float, Ring | None] = (float("inf"), None)
+    for G in range(1, min(programs, place.channels) + 1):
+        share = triton.cdiv(vectors, programs // G)
+        T, S = triton.cdiv(share, lines), triton.cdiv(vectors, share)
+        lag = T + min(T, RING_SLACK)
+        # Each map that stays takes lag + ahead + 1 tiles, each other one ahead + 1.
+        ahead = min((tiles - held * lag) // maps - 1, lag)
+        # Three maps of one channel alone were measured slower than reading them twice.
+        if ahead < 1 or G == 1 < maps - 1:
+            continue
+        cost = (triton.cdiv(place.channels, G) + 0.5) * (share + T * lines / 4 + 256) * (1.06 if ahead == 1 else 1.0)
+        if cost < best[0]:
+            limit = min(255, where.registers // (each * 32 * RING_WARPS) // 8 * 8)
+            best = cost, Ring(V, lines, T, lag, ahead, vectors, share, S, G, limit)
+    return best[1]
 
 
 @cache
@@ -419,10 +493,14 @@ def _prepare(
 ) -> Launch | None:
     x, where, place = tensors[0], card(tensors[0].device), layout(tensors[0])
     assert place is not None
+    if ring is not None and where.copies and aligned and twice:
+        launch = _ring_launch(kernel, maps, twice, tensors, floats, flags, place, where)
+        if launch is not None:
+            return launch
     c = cut(place, x.element_size(), aligned)
-    # Reading a single map, with channels innermost, half as many programs have enough to do.
-    lighter = c.constants["INNER"] and kernel in (device.moments_kernel, device.transform_kernel)
-    t = team(c, twice, where) if twice else crew(c, where, CREW // 2 if lighter else CREW)
+    sums, inner = "partial_ptr" in kernel.arg_names, c.constants["INNER"]
+    each = CREW if not inner else CREW_THAT_SUMS if sums else CREW_THAT_MAPS
+    t = team(c, twice, where) if twice else crew(c, where, each)
     if t is None:
         return None
     w, threads = c.constants["W"], 32 * WARPS
@@ -436,28 +514,91 @@ def _prepare(
         block = max(triton.next_power_of_2(t.S), threads // (2 * mw))
         constants = {**flags, **c.constants, "SHARED": shared, "MW": mw, "BS": block, "THREADS": threads}
         numbers += (c.slabs, t.S, t.G, x.numel() / x.shape[1])
-        options |= {"maxnreg": registers(c.constants["INNER"]), "launch_cooperative_grid": shared}
+        options |= {"maxnreg": registers(inner), "launch_cooperative_grid": shared}
         words = 8 * w * t.S * t.G if shared else 1
     else:
         # BS: how many partial results the last member loads at once.
         constants = {**flags, **c.constants, "BS": min(triton.next_power_of_2(t.S), max(1, TILE // w))}
         numbers += (t.S,)
-        if "partial_ptr" in kernel.arg_names:
+        if sums:
             # In powers of two, so that few sizes serve all layers.
             room = triton.next_power_of_2(c.slabs), triton.next_power_of_2(c.slabs * t.S * 2 * w)
+        if inner:
+            read = 1 + ("dz_ptr" in kernel.arg_names) + flags["RESIDUAL"]
+            # Where one map is read and one written, other programs' loads are as good.
+            single = kernel is device.transform_kernel
+            constants["STAGES"] = 1 if single else stages(read * TILE * x.element_size(), where)
+            if sums:
+                options["maxnreg"] = where.registers // (CREW_THAT_SUMS * threads)
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     run = None
     if x.is_cuda:
-        # Vectors that happen to be unaligned get copies for this; maps that are have their own cut, and no short way.
-        alike = [*tensors[:maps], *(v if v.data_ptr() % 16 == 0 else v.clone() for v in tensors[maps:])]
         extra = _fresh_words(x.device, 1) if words else _fresh_counters(x.device, 1, 1) if room[0] else ()
-        built = kernel.warmup(*alike, *extra, *numbers, *floats, **constants, **options, grid=(1,))
+        built = _build(kernel, maps, tensors, extra, (*numbers, *floats), constants, options)
         run = _runner(built, t.S * t.G, numbers, tuple(constants.values()))
-        if words and shared and resident(built.n_regs, built.metadata.shared, where) * where.processors < t.S * t.G:
+        held = resident(built.n_regs, built.metadata.shared, WARPS, where) * where.processors
+        if words and shared and held < t.S * t.G:
             return None
         if not aligned:
             run = None
     return Launch(kernel, t.S * t.G, words, room, numbers, constants, options, run)
+
+
+def stages(read: int, where: Card) -> int:
+    """How many tiles, of so many bytes, a loop has in hand, if two programs are to fit on a processor."""
+    return min(4, max(1, 1 + where.shared // 2 // read))
+
+
+def _ring_launch(
+    kernel: Any,
+    maps: int,
+    twice: int,
+    tensors: list[Tensor],
+    floats: tuple[float, ...],
+    flags: dict[str, Any],
+    place: Layout,
+    where: Card,
+) -> Launch | None:
+    """The launch of a fused kernel that holds its maps in shared memory; None where the card cannot."""
+    x, forward = tensors[0], kernel is device.forward_kernel
+    c = ring_of(place, x.element_size(), twice + (forward and flags["RESIDUAL"]), twice, where)
+    if c is None:
+        return None
+    kernel = ring.forward_kernel if forward else ring.backward_kernel
+    constants = {
+        **flags, "V": c.V, "LINES": c.lines, "T": c.T, "LAG": c.lag, "AHEAD": c.ahead,
+        "BS": max(triton.next_power_of_2(c.S), 32 * RING_WARPS), "WARPS": RING_WARPS,
+    }  # fmt: skip
+    constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+    per_row, row, channel = (n // c.V for n in (place.pixels, place.row_stride, place.channel_stride))
+    numbers = (
+        place.rows, place.pixels, row, channel, per_row, c.vectors, c.share, place.channels, c.S, c.G, x.numel() / x.shape[1],
+    )  # fmt: skip
+    options = {
+        "num_warps": RING_WARPS,
+        "maxnreg": c.registers,
+        "launch_cooperative_grid": True,
+    }
+    built = _build(kernel, maps, tensors, _fresh_words(x.device, 1), (*numbers, *floats), constants, options)
+    # First this, which loads it: how many registers it has is not known before.
+    run = _runner(built, c.S * c.G, numbers, tuple(constants.values()))
+    if resident(built.n_regs, built.metadata.shared, RING_WARPS, where) * where.processors < c.S * c.G:
+        return None
+    return Launch(kernel, c.S * c.G, 8 * c.S * c.G, (0, 0), numbers, constants, options, run)
+
+
+def _build(
+    kernel: Any,
+    maps: int,
+    tensors: list[Tensor],
+    extra: tuple[Tensor, ...],
+    numbers: tuple[int | float, ...],
+    constants: dict[str, Any],
+    options: dict[str, Any],
+) -> Any:
+    """The compiled kernel; vectors that happen to be unaligned get copies for this: such calls go without it."""
+    alike = [*tensors[:maps], *(v if v.data_ptr() % 16 == 0 else v.clone() for v in tensors[maps:])]
+    return kernel.warmup(*alike, *extra, *numbers, **constants, **options, grid=(1,))
 
 
 def _runner(
@@ -480,11 +621,10 @@ def _runner(
     return run
 
 
-def resident(registers: int, shared: int, where: Card) -> int:
+def resident(registers: int, shared: int, warps: int, where: Card) -> int:
     """How many programs of a compiled kernel one processor holds: registers come by eights, shared memory with 1 KiB besides."""
-    registers = -(-max(registers, 16) // 8) * 8
-    by_threads = where.threads // (32 * WARPS)
-    return min(where.registers // (registers * 32 * WARPS), where.shared // (shared + 1024), by_threads)
+    registers, threads = -(-max(registers, 16) // 8) * 8, 32 * warps
+    return min(where.registers // (registers * threads), where.shared // (shared + 1024), where.threads // threads)
 
 
 @cache

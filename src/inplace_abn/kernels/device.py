@@ -280,7 +280,7 @@ def transform(
 
 @triton.jit
 def recovered(
-    at, inside, z, dz, r_ptr, mean, invstd, gamma, beta, a,
+    z, dz, r, mean, invstd, gamma, beta, a,
     RESIDUAL: tl.constexpr, FROM_X: tl.constexpr, HAT: tl.constexpr,
     INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr,
 ):  # fmt: skip
@@ -294,12 +294,12 @@ def recovered(
         centred = z if HAT else z - mean
         y = centred * gamma + beta if HAT else centred * (gamma * invstd) + beta
         if RESIDUAL:
-            y += tl.load(r_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            y += r.to(tl.float32)
         return BACKWARD(dz.to(tl.float32), INVERSE(y, a), a), centred if HAT else centred * invstd
     else:
         centred = INVERSE(z, a) - beta
         if RESIDUAL:
-            centred -= tl.load(r_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            centred -= r.to(tl.float32)
         if VARIANT_I:
             centred = centred / gamma
         return BACKWARD(dz.to(tl.float32), z, a), centred
@@ -330,9 +330,10 @@ def add_gradients(
         z = tl.load(z_ptr + at, mask=inside, other=0.0, eviction_policy="evict_last")
         # dz = 0 outside, and with it dy.
         dz = tl.load(dz_ptr + at, mask=inside, other=0.0, eviction_policy="evict_last")
+        r = tl.load(r_ptr + at, mask=inside, other=0.0) if RESIDUAL else z
         dy, centred = recovered(
-            at, inside, z, dz, r_ptr, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
-        )  # fmt: skip
+            z, dz, r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
+        )
         one += by_line(dy, INNER, BR, BC, U)
         other += by_line(dy * centred, INNER, BR, BC, U)
     one, other = over_lines(one, other, pixels, INNER, BC, W)
@@ -342,9 +343,10 @@ def add_gradients(
             edge, there = edges_at(slab, member // chunks, rows, pixels, row_stride, channel_stride, BR, V)
             e_z = tl.load(z_ptr + edge, mask=there, other=0.0)
             e_dz = tl.load(dz_ptr + edge, mask=there, other=0.0)
+            e_r = tl.load(r_ptr + edge, mask=there, other=0.0) if RESIDUAL else e_z
             e_dy, e_centred = recovered(
-                edge, there, e_z, e_dz, r_ptr, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
-            )  # fmt: skip
+                e_z, e_dz, e_r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
+            )
             one += tl.sum(tl.sum(e_dy, 1), 0)
             other += tl.sum(tl.sum(e_dy * e_centred, 1), 0)
     return one, other
@@ -376,9 +378,10 @@ def gradient(
         at = offsets + t * step
         z = tl.load(z_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
         dz = tl.load(dz_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
+        r = tl.load(r_ptr + at, mask=inside, other=0.0) if RESIDUAL else z
         dy, centred = recovered(
-            at, inside, z, dz, r_ptr, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
-        )  # fmt: skip
+            z, dz, r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
+        )
         dx = dy * scale if FIXED else dy * scale + (centred * slope + constant)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
         if NEED_R:
@@ -389,9 +392,10 @@ def gradient(
             edge, there = edges_at(slab, member // chunks, rows, pixels, row_stride, channel_stride, BR, V)
             e_z = tl.load(z_ptr + edge, mask=there, other=0.0)
             e_dz = tl.load(dz_ptr + edge, mask=there, other=0.0)
+            e_r = tl.load(r_ptr + edge, mask=there, other=0.0) if RESIDUAL else e_z
             e_dy, e_centred = recovered(
-                edge, there, e_z, e_dz, r_ptr, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
-            )  # fmt: skip
+                e_z, e_dz, e_r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
+            )
             e_dx = e_dy * scale if FIXED else e_dy * scale + (e_centred * slope + constant)
             tl.store(dx_ptr + edge, e_dx.to(dx_ptr.dtype.element_ty), mask=there)
             if NEED_R:

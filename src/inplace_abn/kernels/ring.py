@@ -1,0 +1,334 @@
+"""Forward and backward in one launch each where channels are outermost and rows are aligned: maps are read from memory once.
+
+What is read is copied into shared memory, ahead of its use, and stays there until it has been summed and, some tiles later,
+transformed: nothing is read again, from L2 or elsewhere, and the memory has reads and writes in hand while programs exchange
+their sums. The language is Gluon, in which shared memory is explicit; helpers that know no layout are those of :mod:`.device`.
+
+A slab is one channel: its rows are seen as one line of ``vectors`` vectors of V elements, of which each of the S members of a
+team has ``share``, in T tiles of LINES. For each of its tiles in turn a member
+
+1. waits for the copy, adds the tile up, and starts the copy of the one AHEAD tiles on;
+2. transforms and stores the tile it had LAG tiles ago. If that is the first of its channel, it collects the channel's sums
+   first, which all members have published LAG − T tiles ago, so that nobody waits for long.
+
+With the last tile of a channel it publishes its sums. A slot of the ring is free once its tile is stored: LAG + AHEAD + 1 slots
+serve, T < LAG ≤ 2·T. The words of round n are overwritten in round n + 4, by a member that has collected round n + 2, which
+others have published after they collected round n.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from .device import PATIENCE, finish, guarded, moments_from, plus, recovered, sample, stamped, track, value
+
+# Sets of words, between which rounds alternate.
+SETS = gl.constexpr(4)
+
+
+@gluon.jit
+def line_up(
+    t, member, share, vectors, per_row, row_vectors,
+    TILE: gl.constexpr, LINES: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    """Offsets of a member's tile t from the first element of any channel, and which of its vectors there are."""
+    own = t * LINES + gl.arange(0, LINES, gl.SliceLayout(1, TILE))
+    f = member * share + own
+    start = (f // per_row * row_vectors + f % per_row) * V
+    offsets = gl.expand_dims(start, 1) + gl.expand_dims(gl.arange(0, V, gl.SliceLayout(0, TILE)), 0)
+    return offsets, gl.expand_dims((own < share) & (f < vectors), 1)
+
+
+@gluon.jit
+def fetch(ring, slot, at, inside):
+    """Start to copy a tile; zeros where there is nothing."""
+    async_copy.async_copy_global_to_shared(ring.index(slot), at, mask=inside)
+
+
+@gluon.jit
+def publish(one, other, words_ptr, group, member, S, n, epoch, programs):
+    """A member's sums of round n, for all of its group."""
+    own = words_ptr + (n % SETS * programs + group * S + member) * 2
+    gl.store(own, stamped(one, epoch + n + 1))
+    gl.store(own + 1, stamped(other, epoch + n + 1))
+
+
+@gluon.jit
+def plus_four(a, b, c, d, e, f, g, h):
+    """Quadruples, added."""
+    return a + e, b + f, c + g, d + h
+
+
+@gluon.jit
+def look(words_ptr, group, S, n, known, programs, LANES: gl.constexpr, BS: gl.constexpr):
+    """The words of a group in round n as they are now, if there is such a round.
+
+    There are at least as many lanes as threads, so that no two threads read one word and disagree about it.
+    """
+    s = gl.arange(0, BS, LANES)
+    at = words_ptr + (n % SETS * programs + group * S + s) * 2
+    here = (s < S) & known
+    return gl.load(at, mask=here, other=0, volatile=True), gl.load(at + 1, mask=here, other=0, volatile=True)
+
+
+@gluon.jit
+def collect(one, other, u, v, words_ptr, group, S, n, known, epoch, programs, LANES: gl.constexpr, BS: gl.constexpr):
+    """The sums of both over the members of a group in round n, once all are there, after a first look; and those of u and v."""
+    here = (gl.arange(0, BS, LANES) < S) & known
+    stamp = epoch + n + 1
+    missing = here & (((one >> 32) != stamp) | ((other >> 32) != stamp))
+    polls = 0
+    while (gl.max(missing.to(gl.int32), 0) > 0) & (polls < PATIENCE):
+        one, other = look(words_ptr, group, S, n, known, programs, LANES, BS)
+        missing = here & (((one >> 32) != stamp) | ((other >> 32) != stamp))
+        polls += 1
+    if polls == PATIENCE:
+        gl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.reduce((gl.where(here, value(one), 0.0), gl.where(here, value(other), 0.0), u, v), 0, plus_four)
+
+
+@gluon.jit
+def forward_kernel(
+    x_ptr, r_ptr, weight_ptr, bias_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, tracked_ptr, words_ptr, sync_ptr,
+    rows, pixels, row_vectors, channel_vectors, per_row, vectors, share, slabs, S, G, m, momentum, eps, floor, a,
+    TRACK: gl.constexpr, CUMULATIVE: gl.constexpr, COUNTED: gl.constexpr,
+    HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PHI: gl.constexpr,
+    V: gl.constexpr, LINES: gl.constexpr, T: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr,
+    BS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """As :func:`.device.forward_kernel`. Bytes: x read and written once, r read once."""
+    TILE: gl.constexpr = gl.BlockedLayout([1, V], [32, 1], [WARPS, 1], [1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    SLOT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    R: gl.constexpr = LAG + AHEAD + 1
+    number: gl.constexpr = x_ptr.dtype.element_ty
+    group = gl.program_id(0) // S
+    member = gl.program_id(0) % S
+    epoch = gl.load(sync_ptr, volatile=True)
+    rounds = gl.cdiv(slabs - group, G)
+    base = gl.cast(group, gl.int64) * channel_vectors * V
+    step = gl.cast(G, gl.int64) * channel_vectors * V
+    offsets = ()
+    inside = ()
+    for t in gl.static_range(T):
+        o, i = line_up(t, member, share, vectors, per_row, row_vectors, TILE, LINES, V)
+        offsets = offsets + (o,)
+        inside = inside + (i,)
+    ring = gl.allocate_shared_memory(number, [R, LINES, V], SLOT)
+    # r is wanted for the transform alone.
+    ring_r = gl.allocate_shared_memory(number, [AHEAD + 1 if RESIDUAL else 1, LINES, V], SLOT)
+    for p in gl.static_range(AHEAD):
+        fetch(ring, p, x_ptr + (base + p // T * step) + offsets[p % T], inside[p % T] & (p // T < rounds))
+        async_copy.commit_group()
+    # What the moments of a channel are taken about, a round a lane; half of the lanes are filled at a time.
+    lane = gl.arange(0, BS, LANES)
+    whose = group + lane * G
+    about = sample(x_ptr, whose, (lane < BS // 2) & (whose < slabs), rows, pixels, row_vectors * V, channel_vectors * V)
+    k = gl.sum(gl.where(lane == 0, about, 0.0), 0)
+    mean = 0.0
+    scale = 0.0
+    beta = 0.0
+    for n in range(rounds + (LAG + T - 1) // T):
+        if (n + 1) % (BS // 2) == 0:
+            coming = (lane - n - 1) & (BS - 1)
+            whose = group + (n + 1 + coming) * G
+            new = coming < BS // 2
+            fresh = sample(x_ptr, whose, new & (whose < slabs), rows, pixels, row_vectors * V, channel_vectors * V)
+            about = gl.where(new, fresh, about)
+        ones = gl.full([LINES], 0.0, gl.float32, gl.SliceLayout(1, TILE))
+        squares = ones
+        k_next = 0.0
+        q = n * T
+        for t in gl.static_range(T):
+            before = n + (t - LAG) // T
+            known = (before >= 0) & (before < rounds)
+            if (t - LAG) % T == 0:
+                # Loads that take their time while the next tile is added up.
+                c = group + before * G
+                one, other = look(words_ptr, group, S, before, known, S * G, LANES, BS)
+                gamma = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, 1) if HAS_WEIGHT else 1.0
+                beta_c = gl.load(bias_ptr + c, mask=known, other=0.0).to(gl.float32) if HAS_BIAS else 0.0
+            async_copy.wait_group(AHEAD - 1)
+            if n < rounds:
+                # Where there is nothing, zeros were copied: they deviate by nothing from 0.
+                d = ring.index((q + t) % R).load(TILE).to(gl.float32) - gl.where(inside[t], k, 0.0)
+                ones += gl.sum(d, 1)
+                squares += gl.sum(d * d, 1)
+            later = n + (t + AHEAD) // T
+            at = x_ptr + (base + later * step) + offsets[(t + AHEAD) % T]
+            fetch(ring, (q + t + AHEAD) % R, at, inside[(t + AHEAD) % T] & (later < rounds))
+            if RESIDUAL:
+                later = n + (t + AHEAD - LAG) // T
+                there = inside[(t + AHEAD - LAG) % T] & (later >= 0) & (later < rounds)
+                at = r_ptr + (base + later * step) + offsets[(t + AHEAD - LAG) % T]
+                fetch(ring_r, (q + t + AHEAD) % (AHEAD + 1), at, there)
+            async_copy.commit_group()
+            if (t - LAG) % T == 0:
+                then = gl.where(lane == (before & (BS - 1)), about, 0.0)
+                soon = gl.where(lane == ((n + 1) & (BS - 1)), about, 0.0)
+                first, second, k_then, k_next = collect(
+                    one, other, then, soon, words_ptr, group, S, before, known, epoch, S * G, LANES, BS
+                )
+                mean, var = moments_from(k_then, first, second, m)
+                invstd = 1.0 / gl.sqrt(var + eps)
+                # Another member each time, so that none falls behind.
+                if known & (member == n % S):
+                    gl.store(invstd_ptr + c, invstd)
+                    if TRACK:
+                        track(
+                            running_mean_ptr, running_var_ptr, tracked_ptr, c, known, mean, var, m, momentum, CUMULATIVE
+                        )
+                scale = gamma * invstd
+                beta = beta_c
+            if known:
+                x = ring.index((q + t - LAG) % R).load(TILE).to(gl.float32)
+                y = (x - mean) * scale + beta
+                if RESIDUAL:
+                    y += ring_r.index((q + t) % (AHEAD + 1)).load(TILE).to(gl.float32)
+                at = x_ptr + (base + before * step) + offsets[(t - LAG) % T]
+                gl.store(at, PHI(y, a).to(number), mask=inside[(t - LAG) % T])
+        if n < rounds:
+            first, second = gl.reduce((ones, squares), 0, plus)
+            publish(first, second, words_ptr, group, member, S, n, epoch, S * G)
+        k = k_next
+    finish(sync_ptr, tracked_ptr, epoch, gl.cdiv(slabs, G), COUNTED, True)
+
+
+@gluon.jit
+def backward_kernel(
+    dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr,
+    words_ptr, sync_ptr,
+    rows, pixels, row_vectors, channel_vectors, per_row, vectors, share, slabs, S, G, m, floor, a,
+    HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, NEED_R: gl.constexpr,
+    FROM_X: gl.constexpr, HAT: gl.constexpr, INVERSE: gl.constexpr, BACKWARD: gl.constexpr, VARIANT_I: gl.constexpr,
+    V: gl.constexpr, LINES: gl.constexpr, T: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr,
+    BS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """As :func:`.device.backward_kernel`. Bytes: z, dz and r read once, dx and dr written once."""
+    TILE: gl.constexpr = gl.BlockedLayout([1, V], [32, 1], [WARPS, 1], [1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    SLOT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    R: gl.constexpr = LAG + AHEAD + 1
+    number: gl.constexpr = z_ptr.dtype.element_ty
+    group = gl.program_id(0) // S
+    member = gl.program_id(0) % S
+    epoch = gl.load(sync_ptr, volatile=True)
+    rounds = gl.cdiv(slabs - group, G)
+    base = gl.cast(group, gl.int64) * channel_vectors * V
+    step = gl.cast(G, gl.int64) * channel_vectors * V
+    offsets = ()
+    inside = ()
+    for t in gl.static_range(T):
+        o, i = line_up(t, member, share, vectors, per_row, row_vectors, TILE, LINES, V)
+        offsets = offsets + (o,)
+        inside = inside + (i,)
+    ring_z = gl.allocate_shared_memory(number, [R, LINES, V], SLOT)
+    ring_dz = gl.allocate_shared_memory(number, [R, LINES, V], SLOT)
+    ring_r = gl.allocate_shared_memory(number, [R if RESIDUAL else 1, LINES, V], SLOT)
+    for p in gl.static_range(AHEAD):
+        at = base + p // T * step
+        there = inside[p % T] & (p // T < rounds)
+        fetch(ring_z, p, z_ptr + at + offsets[p % T], there)
+        fetch(ring_dz, p, dz_ptr + at + offsets[p % T], there)
+        if RESIDUAL:
+            fetch(ring_r, p, r_ptr + at + offsets[p % T], there)
+        async_copy.commit_group()
+    nothing = gl.full([BS], 0.0, gl.float32, LANES)
+    # Of the channel that is being transformed.
+    gamma = 1.0
+    beta = 0.0
+    invstd = 0.0
+    mean = 0.0
+    scale = 0.0
+    slope = 0.0
+    constant = 0.0
+    # Of the channel that is being added up.
+    gamma_d = guarded(weight_ptr, group, rounds > 0, floor, HAS_WEIGHT, 1) if HAS_WEIGHT and VARIANT_I else 1.0
+    beta_d = gl.load(bias_ptr + group, mask=rounds > 0, other=0.0).to(gl.float32) if HAS_BIAS else 0.0
+    invstd_d = gl.load(invstd_ptr + group, mask=rounds > 0, other=0.0) if FROM_X else 0.0
+    mean_d = gl.load(mean_ptr + group, mask=rounds > 0, other=0.0) if FROM_X else 0.0
+    for n in range(rounds + (LAG + T - 1) // T):
+        here = n < rounds
+        # Of the next one, which take their time.
+        d = group + (n + 1) * G
+        more = n + 1 < rounds
+        gamma_next = guarded(weight_ptr, d, more, floor, HAS_WEIGHT, 1) if HAS_WEIGHT and VARIANT_I else 1.0
+        beta_next = gl.load(bias_ptr + d, mask=more, other=0.0).to(gl.float32) if HAS_BIAS else 0.0
+        invstd_next = gl.load(invstd_ptr + d, mask=more, other=0.0) if FROM_X else 0.0
+        mean_next = gl.load(mean_ptr + d, mask=more, other=0.0) if FROM_X else 0.0
+        ones = gl.full([LINES], 0.0, gl.float32, gl.SliceLayout(1, TILE))
+        others = ones
+        q = n * T
+        for t in gl.static_range(T):
+            before = n + (t - LAG) // T
+            known = (before >= 0) & (before < rounds)
+            if (t - LAG) % T == 0:
+                # Loads that take their time while the next tile is added up.
+                c = group + before * G
+                one, other = look(words_ptr, group, S, before, known, S * G, LANES, BS)
+                gamma_c = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, 1) if HAS_WEIGHT else 1.0
+                beta_c = gl.load(bias_ptr + c, mask=known, other=0.0).to(gl.float32) if HAS_BIAS else 0.0
+                invstd_c = gl.load(invstd_ptr + c, mask=known, other=0.0)
+                mean_c = gl.load(mean_ptr + c, mask=known, other=0.0) if FROM_X else 0.0
+            async_copy.wait_group(AHEAD - 1)
+            if here:
+                # Where there is nothing, zeros were copied: dz = 0, and with it dy.
+                z = ring_z.index((q + t) % R).load(TILE)
+                dz = ring_dz.index((q + t) % R).load(TILE)
+                r = ring_r.index((q + t) % R).load(TILE) if RESIDUAL else z
+                dy, centred = recovered(
+                    z, dz, r, mean_d, invstd_d, gamma_d, beta_d, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
+                )
+                ones += gl.sum(dy, 1)
+                others += gl.sum(dy * centred, 1)
+            later = n + (t + AHEAD) // T
+            at = base + later * step
+            there = inside[(t + AHEAD) % T] & (later < rounds)
+            slot = (q + t + AHEAD) % R
+            fetch(ring_z, slot, z_ptr + at + offsets[(t + AHEAD) % T], there)
+            fetch(ring_dz, slot, dz_ptr + at + offsets[(t + AHEAD) % T], there)
+            if RESIDUAL:
+                fetch(ring_r, slot, r_ptr + at + offsets[(t + AHEAD) % T], there)
+            async_copy.commit_group()
+            if (t - LAG) % T == 0:
+                one, other, _, _ = collect(
+                    one, other, nothing, nothing, words_ptr, group, S, before, known, epoch, S * G, LANES, BS
+                )
+                gamma = gamma_c
+                beta = beta_c
+                invstd = invstd_c
+                mean = mean_c
+                if not VARIANT_I:
+                    other = other / gamma
+                # Another member each time, so that none falls behind.
+                if known & (member == n % S):
+                    gl.store(sum_dy_ptr + c, one)
+                    gl.store(sum_dy_xhat_ptr + c, other)
+                scale = gamma * invstd
+                slope = -scale * other / m
+                if not VARIANT_I:
+                    slope = slope / gamma
+                constant = -scale * one / m
+            if known:
+                slot = (q + t - LAG) % R
+                z = ring_z.index(slot).load(TILE)
+                dz = ring_dz.index(slot).load(TILE)
+                r = ring_r.index(slot).load(TILE) if RESIDUAL else z
+                dy, centred = recovered(
+                    z, dz, r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
+                )
+                at = base + before * step
+                dx = (dy * scale + (centred * slope + constant)).to(number)
+                gl.store(dx_ptr + at + offsets[(t - LAG) % T], dx, mask=inside[(t - LAG) % T])
+                if NEED_R:
+                    gl.store(dr_ptr + at + offsets[(t - LAG) % T], dy.to(number), mask=inside[(t - LAG) % T])
+        if here:
+            one, other = gl.reduce((ones, others), 0, plus)
+            publish(one, other, words_ptr, group, member, S, n, epoch, S * G)
+        gamma_d = gamma_next
+        beta_d = beta_next
+        invstd_d = invstd_next
+        mean_d = mean_next
+    finish(sync_ptr, sync_ptr, epoch, gl.cdiv(slabs, G), False, True)

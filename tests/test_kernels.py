@@ -359,7 +359,9 @@ def test_rings_fit_the_card_and_cover_the_channel(monkeypatch, figures):
             if r is None:
                 continue
             rings += 1
-            assert r.vectors * r.V == n * pixels and pixels % r.V == 0 and r.V * itemsize in (8, 16)
+            assert r.vectors == n * (pixels // r.V) and r.V * itemsize in (8, 16)
+            # Every row's edges have a member.
+            assert r.edges * r.S >= n * 2 * r.V if r.edges else pixels % r.V == 0
             # Every vector has one member, no member is idle, and no tile of all members is empty.
             assert r.S * r.share >= r.vectors > (r.S - 1) * r.share and r.T * r.lines >= r.share > (r.T - 1) * r.lines
             # As the kernels need it for their words and slots.
@@ -368,8 +370,8 @@ def test_rings_fit_the_card_and_cover_the_channel(monkeypatch, figures):
             each = kernels.resident(r.registers, shared + 512, kernels.RING_WARPS, where)
             assert each * where.processors >= r.S * r.G
     assert rings >= 20
-    # Nothing for it: rows that no two vectors share, few pixels, channels innermost, offsets of more than 32 bits, small maps.
-    place = kernels.Layout(False, 12, 4096, 9409, 4096 * 9409, 9409)
+    # Nothing for it: short rows that start anywhere, few pixels, channels innermost, offsets of more than 32 bits, small maps.
+    place = kernels.Layout(False, 12, 4096, 81, 4096 * 81, 81)
     few = kernels.Layout(False, 128, 2048, 64, 2048 * 64, 64)
     inner = kernels.Layout(True, 128 * 196, 1024, 1, 1024, 1)
     far = kernels.Layout(False, 16, 128, 112896, 1 << 27, 112896)
@@ -426,6 +428,9 @@ HELD = {
     "little to do": ((2, 7, 12, 12), "contiguous", 132),
     "gap": ((1, 3, 256, 8), "gap", 2),
     "rank 5": ((6, 4, 6, 8, 10), "gap", 3),
+    "edges": ((5, 6, 33, 33), "contiguous", 3),
+    "edges, many rows": ((70, 3, 23, 25), "contiguous", 4),
+    "edges, many members": ((3, 4, 97, 97), "contiguous", 132),
 }
 
 
@@ -548,7 +553,7 @@ from inplace_abn import ACTIVATIONS, kernels
 from inplace_abn.kernels import device, ring
 
 NUMBERS = "rows channels pixels row_stride channel_stride across chunks per slabs S G".split()
-NUMBERS += "row_vectors channel_vectors per_row vectors share".split()
+NUMBERS += "per_row vectors share".split()
 KINDS = dict.fromkeys(["x_ptr", "z_ptr", "r_ptr", "dz_ptr", "dx_ptr", "dr_ptr"], "*bf16")
 KINDS |= {"count_ptr": "*i32", "sync_ptr": "*i32", "tracked_ptr": "*i64", "words_ptr": "*i64"}
 LAYOUTS = [
@@ -587,7 +592,9 @@ for name, phi in ACTIVATIONS.items():
             build(device.forward_kernel, architecture, constants, **fused)
             build(device.backward_kernel, architecture, constants, **fused)
             if place is LAYOUTS[0] or architecture != 90:
+                # Elsewhere with edges, which have all that others have.
                 in_ring = {"V": 8, "LINES": 128, "T": 3, "LAG": 5, "AHEAD": 2, "WARPS": kernels.RING_WARPS}
+                in_ring["EDGES"] = 0 if architecture == 90 else 256
                 options = {"maxnreg": 168, "launch_cooperative_grid": True, "num_warps": kernels.RING_WARPS}
                 for kernel in (ring.forward_kernel, ring.backward_kernel):
                     text = build(kernel, architecture, {**constants, **in_ring}, **options).asm["ptx"]
@@ -711,6 +718,7 @@ for shape, layout, residual in (
     ((4, 40, 28, 28), torch.channels_last, True),
     ((4, 256, 14, 14), torch.channels_last, False),
     ((3, 9, 33, 33), torch.contiguous_format, True),
+    ((3, 9, 5, 9), torch.contiguous_format, True),
     ((8, 64, 7, 7), torch.contiguous_format, False),
 ):
     layer = InPlaceABN(shape[1]).cuda()

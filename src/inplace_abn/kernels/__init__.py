@@ -69,6 +69,8 @@ RING_TILES = 9
 RING_SLACK = 2
 # Bytes of a map below which the L2 cache serves as well; a quarter of it where vectors are short.
 RING_LEAST = 32 << 20
+# Pixels of a channel below which edges of rows that start anywhere count too much.
+RING_PIXELS = 512
 
 
 def registers(inner: bool) -> int:
@@ -120,10 +122,12 @@ class Team(NamedTuple):
 class Ring(NamedTuple):
     """A channel in vectors of V, of which S members have ``share`` each, in T tiles of ``lines``; G channels at a time.
 
-    ``lag`` is the number of tiles between adding one up and transforming it, ``ahead`` that of tiles being copied.
+    ``lag`` is the number of tiles between adding one up and transforming it, ``ahead`` that of tiles being copied. Where rows
+    start anywhere, a member has so many ``edges``: elements before the first and behind the last whole vector of some rows.
     """
 
     V: int
+    edges: int
     lines: int
     T: int
     lag: int
@@ -307,23 +311,26 @@ def crew(c: Cut, where: Card, each: int = CREW) -> Team:
 def ring_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> Ring | None:
     """How a channel is held in shared memory by its members, out of so many maps, of which so many stay until the transform.
 
-    None if the map is small, rows are not aligned, or a channel is too large for all programs together or for offsets of 32 bits.
+    None if the map is small, or a channel is: with rows that start anywhere, or too large for all programs or offsets of 32 bits.
     Measured: a round costs what it copies, a quarter of what its tiles could hold, and 256 vectors; one tile ahead is too little.
     """
-    if place.inner or place.pixels <= FEW or place.rows * place.row_stride >= 1 << 31:
+    if place.inner or place.pixels <= FEW or place.rows * place.row_stride >= (1 << 31) - 64:
         return None
     V = 16 // itemsize
     while place.pixels % V or place.row_stride % V or place.channel_stride % V:
         V //= 2
     if place.rows * place.channels * place.pixels * itemsize < RING_LEAST // (1 if V * itemsize == 16 else 4):
         return None
+    apart = V * itemsize < 8
+    if apart:
+        V = 16 // itemsize
     # What a program has beside its tiles: 1 KiB of the system's, and what reductions need.
     each = min(RING_PROGRAMS, where.shared // (RING_TILES * RING_BYTES + 1536))
-    if V * itemsize < 8 or not each:
+    if not each or (apart and place.pixels < RING_PIXELS):
         return None
     lines = 1 << (RING_BYTES // maps // (V * itemsize)).bit_length() - 1
     tiles = (where.shared // each - 1536) // (lines * V * itemsize)
-    vectors, programs = place.rows * place.pixels // V, each * where.processors
+    vectors, programs = place.rows * (place.pixels // V), each * where.processors
     best: tuple[float, Ring | None] = (float("inf"), None)
     for G in range(1, min(programs, place.channels) + 1):
         share = triton.cdiv(vectors, programs // G)
@@ -337,7 +344,8 @@ def ring_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> 
         cost = (triton.cdiv(place.channels, G) + 0.5) * (share + T * lines / 4 + 256) * (1.06 if ahead == 1 else 1.0)
         if cost < best[0]:
             limit = min(255, where.registers // (each * 32 * RING_WARPS) // 8 * 8)
-            best = cost, Ring(V, lines, T, lag, ahead, vectors, share, S, G, limit)
+            edges = triton.next_power_of_2(triton.cdiv(place.rows, S)) * 2 * V if apart else 0
+            best = cost, Ring(V, edges, lines, T, lag, ahead, vectors, share, S, G, limit)
     return best[1]
 
 
@@ -566,13 +574,13 @@ def _ring_launch(
         return None
     kernel = ring.forward_kernel if forward else ring.backward_kernel
     constants = {
-        **flags, "V": c.V, "LINES": c.lines, "T": c.T, "LAG": c.lag, "AHEAD": c.ahead,
+        **flags, "V": c.V, "EDGES": c.edges, "LINES": c.lines, "T": c.T, "LAG": c.lag, "AHEAD": c.ahead,
         "BS": max(triton.next_power_of_2(c.S), 32 * RING_WARPS), "WARPS": RING_WARPS,
     }  # fmt: skip
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
-    per_row, row, channel = (n // c.V for n in (place.pixels, place.row_stride, place.channel_stride))
     numbers = (
-        place.rows, place.pixels, row, channel, per_row, c.vectors, c.share, place.channels, c.S, c.G, x.numel() / x.shape[1],
+        place.rows, place.pixels, place.row_stride, place.channel_stride, place.pixels // c.V, c.vectors, c.share,
+        place.channels, c.S, c.G, x.numel() / x.shape[1],
     )  # fmt: skip
     options = {
         "num_warps": RING_WARPS,

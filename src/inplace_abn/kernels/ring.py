@@ -30,15 +30,46 @@ SETS = gl.constexpr(4)
 
 @gluon.jit
 def line_up(
-    t, member, share, vectors, per_row, row_vectors,
-    TILE: gl.constexpr, LINES: gl.constexpr, V: gl.constexpr,
+    t, member, share, vectors, per_row, pixels, row_stride,
+    TILE: gl.constexpr, LINES: gl.constexpr, V: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
-    """Offsets of a member's tile t from the first element of any channel, and which of its vectors there are."""
+    """Of the vectors of a member's tile t: offsets from a channel's first element, room behind them in their row, and a mask."""
     own = t * LINES + gl.arange(0, LINES, gl.SliceLayout(1, TILE))
     f = member * share + own
-    start = (f // per_row * row_vectors + f % per_row) * V
+    j = f % per_row
+    inside = (own < share) & (f < vectors)
+    if EDGES:
+        return f // per_row * row_stride + j * V, pixels - (j + 1) * V, inside
+    else:
+        return (f // per_row * (row_stride // V) + j) * V, inside, inside
+
+
+@gluon.jit
+def spot(channel, lines, t: gl.constexpr, TILE: gl.constexpr, V: gl.constexpr, EDGES: gl.constexpr):
+    """Where a member's tile t of a channel lies, out of what lines them all up: a first element, offsets from it and a mask.
+
+    Where rows start anywhere (97×97), vectors start at the next multiple of V, and the last one of a row may have no room.
+    """
+    start, room, inside = lines[t]
+    if EDGES:
+        off = (channel % V).to(gl.int32)
+        whole = (start + off + V - 1) // V * V
+        inside = inside & (whole - start - off <= room)
+        start = whole
     offsets = gl.expand_dims(start, 1) + gl.expand_dims(gl.arange(0, V, gl.SliceLayout(0, TILE)), 0)
-    return offsets, gl.expand_dims((own < share) & (f < vectors), 1)
+    return channel // V * V, offsets, gl.expand_dims(inside, 1)
+
+
+@gluon.jit
+def edges(channel, member, S, rows, pixels, row_stride, LANES: gl.constexpr, EDGES: gl.constexpr, V: gl.constexpr):
+    """Offsets and mask of a channel's elements that lie in no whole vector, in every S-th row: V before, V behind."""
+    lane = gl.arange(0, EDGES, LANES)
+    i = lane % (2 * V)
+    r = member + S * (lane // (2 * V))
+    start = channel + r.to(gl.int64) * row_stride
+    head = ((V - start % V) % V).to(gl.int32)
+    s = gl.where(i < V, i, head + (pixels - head) // V * V + i - V)
+    return start + s, (r < rows) & (s < pixels) & ((i >= V) | (s < head))
 
 
 @gluon.jit
@@ -92,11 +123,11 @@ def collect(one, other, u, v, words_ptr, group, S, n, known, epoch, programs, LA
 @gluon.jit
 def forward_kernel(
     x_ptr, r_ptr, weight_ptr, bias_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, tracked_ptr, words_ptr, sync_ptr,
-    rows, pixels, row_vectors, channel_vectors, per_row, vectors, share, slabs, S, G, m, momentum, eps, floor, a,
+    rows, pixels, row_stride, channel_stride, per_row, vectors, share, slabs, S, G, m, momentum, eps, floor, a,
     TRACK: gl.constexpr, CUMULATIVE: gl.constexpr, COUNTED: gl.constexpr,
     HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PHI: gl.constexpr,
     V: gl.constexpr, LINES: gl.constexpr, T: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr,
-    BS: gl.constexpr, WARPS: gl.constexpr,
+    EDGES: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.device.forward_kernel`. Bytes: x read and written once, r read once."""
     TILE: gl.constexpr = gl.BlockedLayout([1, V], [32, 1], [WARPS, 1], [1, 0])
@@ -108,24 +139,24 @@ def forward_kernel(
     member = gl.program_id(0) % S
     epoch = gl.load(sync_ptr, volatile=True)
     rounds = gl.cdiv(slabs - group, G)
-    base = gl.cast(group, gl.int64) * channel_vectors * V
-    step = gl.cast(G, gl.int64) * channel_vectors * V
-    offsets = ()
-    inside = ()
+    # In whole vectors, so that the compiler sees them.
+    stride = gl.cast(channel_stride, gl.int64) if EDGES else gl.cast(channel_stride // V, gl.int64) * V
+    base = group * stride
+    step = G * stride
+    lines = ()
     for t in gl.static_range(T):
-        o, i = line_up(t, member, share, vectors, per_row, row_vectors, TILE, LINES, V)
-        offsets = offsets + (o,)
-        inside = inside + (i,)
+        lines = lines + (line_up(t, member, share, vectors, per_row, pixels, row_stride, TILE, LINES, V, EDGES),)
     ring = gl.allocate_shared_memory(number, [R, LINES, V], SLOT)
     # r is wanted for the transform alone.
     ring_r = gl.allocate_shared_memory(number, [AHEAD + 1 if RESIDUAL else 1, LINES, V], SLOT)
     for p in gl.static_range(AHEAD):
-        fetch(ring, p, x_ptr + (base + p // T * step) + offsets[p % T], inside[p % T] & (p // T < rounds))
+        at, offsets, there = spot(base + p // T * step, lines, p % T, TILE, V, EDGES)
+        fetch(ring, p, x_ptr + at + offsets, there & (p // T < rounds))
         async_copy.commit_group()
     # What the moments of a channel are taken about, a round a lane; half of the lanes are filled at a time.
     lane = gl.arange(0, BS, LANES)
     whose = group + lane * G
-    about = sample(x_ptr, whose, (lane < BS // 2) & (whose < slabs), rows, pixels, row_vectors * V, channel_vectors * V)
+    about = sample(x_ptr, whose, (lane < BS // 2) & (whose < slabs), rows, pixels, row_stride, channel_stride)
     k = gl.sum(gl.where(lane == 0, about, 0.0), 0)
     mean = 0.0
     scale = 0.0
@@ -135,11 +166,14 @@ def forward_kernel(
             coming = (lane - n - 1) & (BS - 1)
             whose = group + (n + 1 + coming) * G
             new = coming < BS // 2
-            fresh = sample(x_ptr, whose, new & (whose < slabs), rows, pixels, row_vectors * V, channel_vectors * V)
+            fresh = sample(x_ptr, whose, new & (whose < slabs), rows, pixels, row_stride, channel_stride)
             about = gl.where(new, fresh, about)
         ones = gl.full([LINES], 0.0, gl.float32, gl.SliceLayout(1, TILE))
         squares = ones
         k_next = 0.0
+        if EDGES:
+            edge, on_edge = edges(base + n * step, member, S, rows, pixels, row_stride, LANES, EDGES, V)
+            e = gl.load(x_ptr + edge, mask=on_edge & (n < rounds), other=0.0)
         q = n * T
         for t in gl.static_range(T):
             before = n + (t - LAG) // T
@@ -150,20 +184,27 @@ def forward_kernel(
                 one, other = look(words_ptr, group, S, before, known, S * G, LANES, BS)
                 gamma = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, 1) if HAS_WEIGHT else 1.0
                 beta_c = gl.load(bias_ptr + c, mask=known, other=0.0).to(gl.float32) if HAS_BIAS else 0.0
+                if EDGES:
+                    edge_c, on_edge_c = edges(
+                        base + before * step, member, S, rows, pixels, row_stride, LANES, EDGES, V
+                    )
+                    e_c = gl.load(x_ptr + edge_c, mask=on_edge_c & known, other=0.0)
+                    e_r = gl.load(r_ptr + edge_c, mask=on_edge_c & known, other=0.0) if RESIDUAL else e_c
             async_copy.wait_group(AHEAD - 1)
             if n < rounds:
                 # Where there is nothing, zeros were copied: they deviate by nothing from 0.
-                d = ring.index((q + t) % R).load(TILE).to(gl.float32) - gl.where(inside[t], k, 0.0)
+                _, _, there = spot(base + n * step, lines, t, TILE, V, EDGES)
+                d = ring.index((q + t) % R).load(TILE).to(gl.float32) - gl.where(there, k, 0.0)
                 ones += gl.sum(d, 1)
                 squares += gl.sum(d * d, 1)
             later = n + (t + AHEAD) // T
-            at = x_ptr + (base + later * step) + offsets[(t + AHEAD) % T]
-            fetch(ring, (q + t + AHEAD) % R, at, inside[(t + AHEAD) % T] & (later < rounds))
+            at, offsets, there = spot(base + later * step, lines, (t + AHEAD) % T, TILE, V, EDGES)
+            fetch(ring, (q + t + AHEAD) % R, x_ptr + at + offsets, there & (later < rounds))
             if RESIDUAL:
                 later = n + (t + AHEAD - LAG) // T
-                there = inside[(t + AHEAD - LAG) % T] & (later >= 0) & (later < rounds)
-                at = r_ptr + (base + later * step) + offsets[(t + AHEAD - LAG) % T]
-                fetch(ring_r, (q + t + AHEAD) % (AHEAD + 1), at, there)
+                at, offsets, there = spot(base + later * step, lines, (t + AHEAD - LAG) % T, TILE, V, EDGES)
+                there = there & (later >= 0) & (later < rounds)
+                fetch(ring_r, (q + t + AHEAD) % (AHEAD + 1), r_ptr + at + offsets, there)
             async_copy.commit_group()
             if (t - LAG) % T == 0:
                 then = gl.where(lane == (before & (BS - 1)), about, 0.0)
@@ -182,15 +223,25 @@ def forward_kernel(
                         )
                 scale = gamma * invstd
                 beta = beta_c
+                if EDGES:
+                    e_y = (e_c.to(gl.float32) - mean) * scale + beta
+                    if RESIDUAL:
+                        e_y += e_r.to(gl.float32)
+                    gl.store(x_ptr + edge_c, PHI(e_y, a).to(number), mask=on_edge_c & known)
             if known:
                 x = ring.index((q + t - LAG) % R).load(TILE).to(gl.float32)
                 y = (x - mean) * scale + beta
                 if RESIDUAL:
                     y += ring_r.index((q + t) % (AHEAD + 1)).load(TILE).to(gl.float32)
-                at = x_ptr + (base + before * step) + offsets[(t - LAG) % T]
-                gl.store(at, PHI(y, a).to(number), mask=inside[(t - LAG) % T])
+                at, offsets, there = spot(base + before * step, lines, (t - LAG) % T, TILE, V, EDGES)
+                gl.store(x_ptr + at + offsets, PHI(y, a).to(number), mask=there)
         if n < rounds:
             first, second = gl.reduce((ones, squares), 0, plus)
+            if EDGES:
+                e_d = gl.where(on_edge, e.to(gl.float32) - k, 0.0)
+                e_first, e_second = gl.reduce((e_d, e_d * e_d), 0, plus)
+                first += e_first
+                second += e_second
             publish(first, second, words_ptr, group, member, S, n, epoch, S * G)
         k = k_next
     finish(sync_ptr, tracked_ptr, epoch, gl.cdiv(slabs, G), COUNTED, True)
@@ -200,11 +251,11 @@ def forward_kernel(
 def backward_kernel(
     dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr,
     words_ptr, sync_ptr,
-    rows, pixels, row_vectors, channel_vectors, per_row, vectors, share, slabs, S, G, m, floor, a,
+    rows, pixels, row_stride, channel_stride, per_row, vectors, share, slabs, S, G, m, floor, a,
     HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, NEED_R: gl.constexpr,
     FROM_X: gl.constexpr, HAT: gl.constexpr, INVERSE: gl.constexpr, BACKWARD: gl.constexpr, VARIANT_I: gl.constexpr,
     V: gl.constexpr, LINES: gl.constexpr, T: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr,
-    BS: gl.constexpr, WARPS: gl.constexpr,
+    EDGES: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.device.backward_kernel`. Bytes: z, dz and r read once, dx and dr written once."""
     TILE: gl.constexpr = gl.BlockedLayout([1, V], [32, 1], [WARPS, 1], [1, 0])
@@ -216,24 +267,23 @@ def backward_kernel(
     member = gl.program_id(0) % S
     epoch = gl.load(sync_ptr, volatile=True)
     rounds = gl.cdiv(slabs - group, G)
-    base = gl.cast(group, gl.int64) * channel_vectors * V
-    step = gl.cast(G, gl.int64) * channel_vectors * V
-    offsets = ()
-    inside = ()
+    # In whole vectors, so that the compiler sees them.
+    stride = gl.cast(channel_stride, gl.int64) if EDGES else gl.cast(channel_stride // V, gl.int64) * V
+    base = group * stride
+    step = G * stride
+    lines = ()
     for t in gl.static_range(T):
-        o, i = line_up(t, member, share, vectors, per_row, row_vectors, TILE, LINES, V)
-        offsets = offsets + (o,)
-        inside = inside + (i,)
+        lines = lines + (line_up(t, member, share, vectors, per_row, pixels, row_stride, TILE, LINES, V, EDGES),)
     ring_z = gl.allocate_shared_memory(number, [R, LINES, V], SLOT)
     ring_dz = gl.allocate_shared_memory(number, [R, LINES, V], SLOT)
     ring_r = gl.allocate_shared_memory(number, [R if RESIDUAL else 1, LINES, V], SLOT)
     for p in gl.static_range(AHEAD):
-        at = base + p // T * step
-        there = inside[p % T] & (p // T < rounds)
-        fetch(ring_z, p, z_ptr + at + offsets[p % T], there)
-        fetch(ring_dz, p, dz_ptr + at + offsets[p % T], there)
+        at, offsets, there = spot(base + p // T * step, lines, p % T, TILE, V, EDGES)
+        there = there & (p // T < rounds)
+        fetch(ring_z, p, z_ptr + at + offsets, there)
+        fetch(ring_dz, p, dz_ptr + at + offsets, there)
         if RESIDUAL:
-            fetch(ring_r, p, r_ptr + at + offsets[p % T], there)
+            fetch(ring_r, p, r_ptr + at + offsets, there)
         async_copy.commit_group()
     nothing = gl.full([BS], 0.0, gl.float32, LANES)
     # Of the channel that is being transformed.
@@ -260,6 +310,11 @@ def backward_kernel(
         mean_next = gl.load(mean_ptr + d, mask=more, other=0.0) if FROM_X else 0.0
         ones = gl.full([LINES], 0.0, gl.float32, gl.SliceLayout(1, TILE))
         others = ones
+        if EDGES:
+            edge, on_edge = edges(base + n * step, member, S, rows, pixels, row_stride, LANES, EDGES, V)
+            e_z = gl.load(z_ptr + edge, mask=on_edge & here, other=0.0)
+            e_dz = gl.load(dz_ptr + edge, mask=on_edge & here, other=0.0)
+            e_r = gl.load(r_ptr + edge, mask=on_edge & here, other=0.0) if RESIDUAL else e_z
         q = n * T
         for t in gl.static_range(T):
             before = n + (t - LAG) // T
@@ -272,6 +327,13 @@ def backward_kernel(
                 beta_c = gl.load(bias_ptr + c, mask=known, other=0.0).to(gl.float32) if HAS_BIAS else 0.0
                 invstd_c = gl.load(invstd_ptr + c, mask=known, other=0.0)
                 mean_c = gl.load(mean_ptr + c, mask=known, other=0.0) if FROM_X else 0.0
+                if EDGES:
+                    edge_c, on_edge_c = edges(
+                        base + before * step, member, S, rows, pixels, row_stride, LANES, EDGES, V
+                    )
+                    c_z = gl.load(z_ptr + edge_c, mask=on_edge_c & known, other=0.0)
+                    c_dz = gl.load(dz_ptr + edge_c, mask=on_edge_c & known, other=0.0)
+                    c_r = gl.load(r_ptr + edge_c, mask=on_edge_c & known, other=0.0) if RESIDUAL else c_z
             async_copy.wait_group(AHEAD - 1)
             if here:
                 # Where there is nothing, zeros were copied: dz = 0, and with it dy.
@@ -279,18 +341,19 @@ def backward_kernel(
                 dz = ring_dz.index((q + t) % R).load(TILE)
                 r = ring_r.index((q + t) % R).load(TILE) if RESIDUAL else z
                 dy, centred = recovered(
-                    z, dz, r, mean_d, invstd_d, gamma_d, beta_d, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
-                )
+                    z, dz, r, mean_d, invstd_d, gamma_d, beta_d, a,
+                    RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I,
+                )  # fmt: skip
                 ones += gl.sum(dy, 1)
                 others += gl.sum(dy * centred, 1)
             later = n + (t + AHEAD) // T
-            at = base + later * step
-            there = inside[(t + AHEAD) % T] & (later < rounds)
+            at, offsets, there = spot(base + later * step, lines, (t + AHEAD) % T, TILE, V, EDGES)
+            there = there & (later < rounds)
             slot = (q + t + AHEAD) % R
-            fetch(ring_z, slot, z_ptr + at + offsets[(t + AHEAD) % T], there)
-            fetch(ring_dz, slot, dz_ptr + at + offsets[(t + AHEAD) % T], there)
+            fetch(ring_z, slot, z_ptr + at + offsets, there)
+            fetch(ring_dz, slot, dz_ptr + at + offsets, there)
             if RESIDUAL:
-                fetch(ring_r, slot, r_ptr + at + offsets[(t + AHEAD) % T], there)
+                fetch(ring_r, slot, r_ptr + at + offsets, there)
             async_copy.commit_group()
             if (t - LAG) % T == 0:
                 one, other, _, _ = collect(
@@ -311,21 +374,39 @@ def backward_kernel(
                 if not VARIANT_I:
                     slope = slope / gamma
                 constant = -scale * one / m
+                if EDGES:
+                    c_dy, c_centred = recovered(
+                        c_z, c_dz, c_r, mean, invstd, gamma, beta, a,
+                        RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I,
+                    )  # fmt: skip
+                    c_dx = (c_dy * scale + (c_centred * slope + constant)).to(number)
+                    gl.store(dx_ptr + edge_c, c_dx, mask=on_edge_c & known)
+                    if NEED_R:
+                        gl.store(dr_ptr + edge_c, c_dy.to(number), mask=on_edge_c & known)
             if known:
                 slot = (q + t - LAG) % R
                 z = ring_z.index(slot).load(TILE)
                 dz = ring_dz.index(slot).load(TILE)
                 r = ring_r.index(slot).load(TILE) if RESIDUAL else z
                 dy, centred = recovered(
-                    z, dz, r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
-                )
-                at = base + before * step
-                dx = (dy * scale + (centred * slope + constant)).to(number)
-                gl.store(dx_ptr + at + offsets[(t - LAG) % T], dx, mask=inside[(t - LAG) % T])
+                    z, dz, r, mean, invstd, gamma, beta, a,
+                    RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I,
+                )  # fmt: skip
+                at, offsets, there = spot(base + before * step, lines, (t - LAG) % T, TILE, V, EDGES)
+                gl.store(dx_ptr + at + offsets, (dy * scale + (centred * slope + constant)).to(number), mask=there)
                 if NEED_R:
-                    gl.store(dr_ptr + at + offsets[(t - LAG) % T], dy.to(number), mask=inside[(t - LAG) % T])
+                    gl.store(dr_ptr + at + offsets, dy.to(number), mask=there)
         if here:
             one, other = gl.reduce((ones, others), 0, plus)
+            if EDGES:
+                e_dy, e_centred = recovered(
+                    e_z, e_dz, e_r, mean_d, invstd_d, gamma_d, beta_d, a,
+                    RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I,
+                )  # fmt: skip
+                # dz = 0 off the edges, and with it dy.
+                e_one, e_other = gl.reduce((e_dy, e_dy * e_centred), 0, plus)
+                one += e_one
+                other += e_other
             publish(one, other, words_ptr, group, member, S, n, epoch, S * G)
         gamma_d = gamma_next
         beta_d = beta_next

@@ -130,7 +130,7 @@ GPU_SHAPES = [
     (128, 1024, 14, 14),
     (128, 2048, 7, 7),
 ]
-GPU_DTYPES = ("bfloat16", "float16", "float32")
+GPU_DTYPES = ("bfloat16", "float32", "float16")
 # The ends of ResNet-50's blocks.
 RESIDUAL_SHAPES = [(128, 256, 56, 56), (128, 512, 28, 28), (128, 1024, 14, 14), (128, 2048, 7, 7)]
 # Passes over a map, of one launch and of two: reading x (and r), writing z; reading dz and z (and r), writing dx (and dr).
@@ -143,7 +143,7 @@ Case = tuple[tuple[int, ...], str, str]
 
 def gpu_cases(residual: bool) -> list[Case]:
     shapes = RESIDUAL_SHAPES if residual else GPU_SHAPES
-    return [(shape, dtype, layout) for shape in shapes for dtype in GPU_DTYPES for layout in LAYOUTS]
+    return [(shape, dtype, layout) for dtype in GPU_DTYPES for shape in shapes for layout in LAYOUTS]
 
 
 def size_of(case: Case) -> int:
@@ -218,7 +218,7 @@ def empty_launches() -> dict[str, Callable[[], object]]:
     named = {"forward_kernel": "forward", "backward_kernel": "backward"}
     launches = {named[k.kernel.__name__]: k for k in kernels._LAUNCHES.values() if k and k.kernel.__name__ in named}
     return {
-        direction: lambda launch=launch: nothing[(launch.grid,)](spare, num_warps=kernels.WARPS)
+        direction: lambda launch=launch: nothing[(launch.grid,)](spare, num_warps=launch.options["num_warps"])
         for direction, launch in launches.items()
     }
 
@@ -270,7 +270,7 @@ def gpu(rounds: int, out: Path, share: str | None, residual: bool) -> Path | Non
         for case in [case for case in gpu_cases(residual) if size_of(case) < 1 << 29][i::n]:
             gpu_calls(case, residual)
         return None
-    compile_ahead(max(1, (os.cpu_count() or 2) // 2), residual)
+    compile_ahead(max(1, (os.cpu_count() or 3) - 2), residual)
     per_byte = microseconds_per_byte()
     path, card = gpu_file(out, "residual" if residual else "layer"), gpu_name()
     with path.open("w", newline="") as file:
@@ -292,6 +292,7 @@ def gpu(rounds: int, out: Path, share: str | None, residual: bool) -> Path | Non
                     where = ["x".join(map(str, case[0])), *case[1:], direction, impl]
                     rows.writerow([*where, *(f"{v:.1f}" for v in values), card, torch.__version__, triton.__version__])
                 print(*case, direction, {impl: round(v[0]) for impl, v in figures.items()}, flush=True)
+            file.flush()
             del calls
             torch._dynamo.reset()
             torch.cuda.empty_cache()

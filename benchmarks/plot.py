@@ -45,13 +45,13 @@ def over(rows: Rows, rival: str, dtype: str) -> float:
     return math.exp(sum(ratios) / len(ratios))
 
 
-def reached(rows: Rows, least: float, most: float, layout: str) -> str:
+def reached(rows: Rows, least: float, most: float, layout: str, floor: str = "floor", direction: str = "") -> str:
     """Range of floor ÷ ours over maps of so many MiB."""
     ratios = []
     for case, by in rows.items():
         size = math.prod(map(int, case[0].split("x"))) * (4 if case[1] == "float32" else 2) / 2**20
-        if least <= size < most and case[2] == layout:
-            ratios.append(by["floor"] / by["ours"])
+        if least <= size < most and case[2] == layout and direction in case[3]:
+            ratios.append(by[floor] / by["ours"])
     return f"{min(ratios):.2f}–{max(ratios):.2f}"
 
 

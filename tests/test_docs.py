@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import math
 import re
 import statistics
 import sys
@@ -85,9 +86,25 @@ def test_the_gpu_figures_are_the_committed_measurement(tmp_path):
     memory, both = speed["read 4", "1024"], speed["read and write to DRAM 4", "24"]
     quoted = [memory, both, speed["read 4", "24"], speed["write 4", "1024"], speed["copy", "1024"]]
     assert all(figure in notes for figure in [*quoted, speed["read and write to DRAM 4", "4"]])
-    by = rows["16x128x336x336", "bfloat16", "NCHW", "forward"]
     alone = 16 * 128 * 336**2 * 2 / 1e6 * (1 / float(memory) + 2 / float(both))
-    assert f"takes {alone:.0f} µs" in notes and f"remaining {by['ours'] - alone:.0f} µs" in notes
+    again = next(
+        float(r["median_us"])
+        for r in read("variants-H200-torch2.11.0-triton3.6.0.csv")
+        if [r[k] for k in ("shape", "dtype", "layout", "direction", "variant")]
+        == ["16x128x336x336", "bfloat16", "NCHW", "forward", "one launch"]
+    )
+    assert f"takes {alone:.0f} µs" in notes and f"remaining {again - alone:.0f} µs of the {again}" in notes
+    forward, backward = (
+        plot.reached(rows, 97, 1e9, "channels_last", "floor2", direction) for direction in ("forward", "backward")
+    )
+    assert f"of floor2 {forward} are reached forward and {backward} backward" in notes
+    small = [by["ours"] / (by["empty"] + by["floor"]) for by in rows.values() if "empty" in by]
+    assert f"they take {min(small):.1f}–{max(small):.1f} times that" in notes
+    summed = plot.read(ROOT / "benchmarks" / "results" / "residual-H200-torch2.11.0-triton3.6.0.csv")
+    assert plot.table(summed) in notes
+    for dtype in ("bfloat16", "float32"):
+        ratios = [f"{plot.over(summed, rival, dtype):.2f}" for rival in ("compile", "eager")]
+        assert f"n {dtype} {ratios[0]} times as fast" in notes or f"in {dtype} {' and '.join(ratios)}" in notes
     for case, by in rows.items():
         if (ratio := by["ours"] / min(by["eager"], by["compile"])) > 1:
             assert f"{ratio:.2f} in {case[1]}" in notes and f"- {case[0]} {case[2]} {case[3]}: " in notes
@@ -95,6 +112,70 @@ def test_the_gpu_figures_are_the_committed_measurement(tmp_path):
     assert all(str(by[impl]) in readme for impl in ("eager", "compile", "ours"))
     plot.draw(rows, tmp_path / "layer.svg")
     assert "channels_last" in (tmp_path / "layer.svg").read_text()
+
+
+def test_what_is_said_of_maps_held_in_shared_memory_was_measured():
+    notes = (ROOT / "benchmarks" / "NOTES.md").read_text()
+    cases: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for r in read("ring-H200-torch2.11.0-triton3.6.0.csv"):
+        cases.setdefault((r["shape"], r["dtype"], r["direction"]), []).append(r)
+    best = {case: min(float(r["held_us"]) for r in rows) for case, rows in cases.items()}
+    gains = [float(rows[0]["l2_us"]) / best[case] for case, rows in cases.items()]
+    assert f"Came: {min(gains):.2f}–{max(gains):.2f} times as fast" in notes and f"{len(cases)} cases" in notes
+    large = [
+        float(rows[0]["floor_us"]) / best[case]
+        for case, rows in cases.items()
+        if math.prod(map(int, case[0].split("x"))) * (2 if case[1] == "bfloat16" else 4) >= 98 << 20
+    ]
+    assert f"{min(large):.2f}–{max(large):.2f} of the floor on maps of 98 MiB and more." in notes
+
+    def of_best(warps: str, programs: str, tile: int) -> str:
+        """Time of the best setting of a kind over the best of all, at most and in the geometric mean."""
+        ratios = []
+        for case, rows in cases.items():
+            size = 2 if case[1] == "bfloat16" else 4
+            vector = 8 if case[0].endswith("14x14") and size == 2 else 16
+            lines = str(tile // vector // (1 if case[2] == "forward" else 2))
+            mine = [float(r["held_us"]) for r in rows if [r[k] for k in KIND] == [warps, programs, lines]]
+            ratios.append(min(mine) / best[case])
+        return f"{max(ratios):.2f}", f"{statistics.geometric_mean(ratios):.2f}"
+
+    KIND = ("warps", "programs_a_processor", "lines")
+    most, mean = of_best("4", "3", 8192)
+    assert f"within {most} of the best everywhere, {mean} in the mean" in notes
+    for kind, name in (
+        (("4", "2", 8192), "2 programs"),
+        (("8", "2", 8192), "8 warps"),
+        (("2", "6", 4096), "of 2 warps"),
+    ):
+        assert f"{name}: {' and '.join(of_best(*kind))}" in notes
+    from_here_on = []
+    for r in read("held-H200-torch2.11.0-triton3.6.0.csv"):
+        told = f"{r['held_us']} for {r['l2_us']}"
+        size = math.prod(map(int, r["shape"].split("x"))) * (2 if r["dtype"] == "bfloat16" else 4)
+        # All but what is left to L2, as said.
+        if size >= 32 << 20 and told != "1087.2 for 886.8":
+            from_here_on.append(float(r["l2_us"]) / float(r["held_us"]))
+        if (r["shape"], r["direction"], r["residual"]) == ("256x256x14x14", "backward", "False"):
+            assert told in notes
+        if (r["shape"], r["dtype"], r["direction"], r["residual"]) == (
+            "16x128x336x336",
+            "bfloat16",
+            "backward",
+            "True",
+        ):
+            assert told in notes
+    crew = {
+        tuple(r.values())[:3] + tuple(r.values())[5:8]: r["median_us"]
+        for r in read("crew-H200-torch2.11.0-triton3.6.0.csv")
+    }
+    for shape, kernel, now, before in (
+        ("128x512x28x28", "sums_kernel", ("64", "4", "4"), ("", "3", "8")),
+        ("12x4096x97x97", "transform_kernel", ("64", "1", "16"), ("", "3", "4")),
+        ("16x128x336x336", "input_grad_kernel", ("", "4", "16"), ("", "3", "8")),
+    ):
+        told = [crew[(shape, "bfloat16", kernel, *plan)] for plan in (now, before)]
+        assert f"{told[0]} for {told[1]}" in notes or f"{told[0]} µs for {told[1]}" in notes
 
 
 def test_blocks_and_networks_are_the_committed_measurement(tmp_path):

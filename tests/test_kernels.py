@@ -429,7 +429,7 @@ HELD = {
     "gap": ((1, 3, 256, 8), "gap", 2),
     "rank 5": ((6, 4, 6, 8, 10), "gap", 3),
     "edges": ((5, 6, 33, 33), "contiguous", 3),
-    "edges, many rows": ((70, 3, 23, 25), "contiguous", 4),
+    "edges, many rows": ((70, 3, 23, 25), "contiguous", 8),
     "edges, many members": ((3, 4, 97, 97), "contiguous", 132),
 }
 

@@ -1,0 +1,217 @@
+"""Gluon kernels on a CPU: their bodies run as Python, tiles are numpy arrays, programs are threads that wait for each other.
+
+Triton's interpreter knows neither Gluon nor programs that run at once. Copies into shared memory happen at once or as late as
+they may, as a coin falls; addresses beyond an array's ends are errors.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+import threading
+import time
+from types import FunctionType, SimpleNamespace
+
+import numpy as np
+from torch import Tensor
+
+LOCK = threading.RLock()
+HERE = threading.local()
+
+
+class Tile:
+    """An array, or a number, with the operators of Triton's tensors."""
+
+    def __init__(self, a):
+        self.a = np.asarray(a)
+
+    def to(self, dtype, bitcast=False):
+        return Tile(self.a.view(dtype) if bitcast else self.a.astype(dtype))
+
+    def __bool__(self):
+        return bool(self.a)
+
+    def __index__(self):
+        return int(self.a)
+
+    def __neg__(self):
+        return Tile(-self.a)
+
+
+def raw(x):
+    return x.a if isinstance(x, Tile) else x
+
+
+def binary(name, f):
+    setattr(Tile, f"__{name}__", lambda x, y: NotImplemented if isinstance(y, Pointer) else Tile(f(x.a, raw(y))))
+    setattr(Tile, f"__r{name}__", lambda x, y: Tile(f(raw(y), x.a)))
+
+
+for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "lshift", "rshift"):
+    binary(name, getattr(operator, name))
+for name in ("and", "or"):
+    binary(name, getattr(operator, f"{name}_"))
+for name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Tile, f"__{name}__", lambda x, y, f=getattr(operator, name): Tile(f(x.a, raw(y))))
+
+
+class Pointer:
+    """Addresses in an array."""
+
+    def __init__(self, array, offset=0):
+        self.array, self.offset = array, offset
+        self.dtype = SimpleNamespace(element_ty=array.dtype.type)
+
+    def __add__(self, more):
+        return Pointer(self.array, self.offset + raw(more))
+
+    def read(self, mask, other):
+        at, mask = np.broadcast_arrays(np.asarray(self.offset, np.int64), np.asarray(raw(mask)))
+        assert ((at >= 0) & (at < self.array.size) | ~mask).all(), "an address beyond the array"
+        return np.where(mask, self.array[np.where(mask, at, 0)], np.asarray(other, self.array.dtype))
+
+    def write(self, value, mask):
+        at, mask, value = np.broadcast_arrays(np.asarray(self.offset, np.int64), np.asarray(raw(mask)), raw(value))
+        assert ((at >= 0) & (at < self.array.size) | ~mask).all(), "an address beyond the array"
+        self.array[at[mask]] = value[mask]
+
+
+class Shared:
+    """Slots of shared memory, which hold what nobody wrote at first."""
+
+    def __init__(self, dtype, shape, _layout):
+        self.slots = np.full(shape, np.nan, dtype)
+
+    def index(self, i):
+        return SimpleNamespace(slot=self.slots[int(i)], load=lambda _layout: Tile(self.slots[int(i)].copy()))
+
+
+def load(pointer, mask=True, other=0, volatile=False, **_):
+    if volatile:
+        time.sleep(1e-4)
+    return Tile(pointer.read(mask, other))
+
+
+def store(pointer, value, mask=True, **_):
+    pointer.write(value, mask)
+
+
+def atomic_add(pointer, value, **_):
+    with LOCK:
+        before = load(pointer)
+        store(pointer, before + value)
+    return before
+
+
+def reduce(tiles, _axis, combine):
+    parts = [t.a for t in tiles]
+    while len(parts[0]) > 1:
+        half = len(parts[0]) // 2
+        parts = [t.a for t in combine(*(Tile(p[:half]) for p in parts), *(Tile(p[half:]) for p in parts))]
+    return tuple(Tile(p[0]) for p in parts)
+
+
+def trap(*_, **__):
+    raise TimeoutError("a word that never came")
+
+
+LANGUAGE = SimpleNamespace(
+    float32=np.float32, int32=np.int32, int64=np.int64, constexpr=lambda x: x, static_range=range, load=load, store=store,
+    atomic_add=atomic_add, reduce=reduce, debug_barrier=lambda: None, inline_asm_elementwise=trap,
+    program_id=lambda _: HERE.program, num_programs=lambda _: HERE.programs, allocate_shared_memory=Shared,
+    BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None,
+    cast=lambda x, dtype: Tile(raw(x)).to(dtype), cdiv=lambda x, y: -(-x // y),
+    arange=lambda a, b, _layout=None: Tile(np.arange(a, b, dtype=np.int32)), full=lambda s, v, d, _layout: Tile(np.full(s, v, d)),
+    expand_dims=lambda t, axis: Tile(np.expand_dims(t.a, axis)), sum=lambda t, axis: Tile(t.a.sum(axis)),
+    max=lambda t, axis: Tile(t.a.max(axis)), where=lambda c, x, y: Tile(np.where(raw(c), raw(x), raw(y))),
+    maximum=lambda x, y: Tile(np.maximum(raw(x), raw(y))), minimum=lambda x, y: Tile(np.minimum(raw(x), raw(y))),
+    sqrt=lambda x: Tile(np.sqrt(raw(x))), abs=lambda x: Tile(np.abs(raw(x))), exp=lambda x: Tile(np.exp(raw(x))),
+    log=lambda x: Tile(np.log(raw(x))), clamp=lambda x, low, high: Tile(np.clip(raw(x), low, high)),
+)  # fmt: skip
+
+
+def copy(slot, pointer, mask):
+    """Into shared memory: at once, or when it is waited for."""
+    done = []
+
+    def now():
+        if not done:
+            slot.slot[...] = pointer.read(mask, 0)
+            done.append(True)
+
+    if HERE.random.random() < 0.5:
+        now()
+    HERE.copies.append(now)
+
+
+def commit():
+    HERE.groups.append(HERE.copies)
+    HERE.copies = []
+
+
+def wait(outstanding):
+    while len(HERE.groups) > outstanding:
+        for now in HERE.groups.pop(0):
+            now()
+
+
+ASYNC = SimpleNamespace(async_copy_global_to_shared=copy, commit_group=commit, wait_group=wait)
+
+
+def as_python(function, known=None):
+    """A kernel or helper, and all that it calls, with this language for Triton's."""
+    known = {} if known is None else known
+    code = getattr(function, "fn", function)
+    if code not in known:
+        names: dict[str, object] = {}
+        known[code] = FunctionType(code.__code__, names, code.__name__)
+        for name, value in code.__globals__.items():
+            if name in code.__code__.co_names:
+                value = getattr(value, "value", value)
+                names[name] = as_python(value, known) if hasattr(value, "fn") else value
+        names |= {"tl": LANGUAGE, "gl": LANGUAGE, "xp": LANGUAGE, "async_copy": ASYNC}
+        # Some seconds, as there.
+        names |= {"PATIENCE": 20_000}
+    return known[code]
+
+
+class Kernel:
+    """A kernel that is started as Triton's are, on torch's tensors in the memory of a CPU; its programs are threads."""
+
+    def __init__(self, kernel):
+        self.body, self.arg_names, self.__name__ = as_python(kernel), kernel.arg_names, kernel.__name__
+        self.started = 0
+
+    def warmup(self, *_, **__):
+        return SimpleNamespace(n_regs=0, metadata=SimpleNamespace(shared=0))
+
+    def __getitem__(self, grid):
+        def start(*arguments, num_warps, maxnreg, launch_cooperative_grid, **constants):
+            self.started += 1
+            arguments = [Pointer(whole(a), a.storage_offset()) if isinstance(a, Tensor) else a for a in arguments]
+            constants = {n: as_python(v) if hasattr(v, "fn") else v for n, v in constants.items()}
+            failed = []
+
+            def program(i):
+                HERE.program, HERE.programs, HERE.copies, HERE.groups = i, grid[0], [], []
+                HERE.random = random.Random(self.started * grid[0] + i)
+                try:
+                    self.body(*arguments, **constants)
+                except BaseException as error:
+                    failed.append(error)
+
+            threads = [threading.Thread(target=program, args=(i,), daemon=True) for i in range(grid[0])]
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join(60)
+                if failed:
+                    raise failed[0]
+                assert not t.is_alive(), "programs that wait for ever"
+
+        return start
+
+
+def whole(t):
+    """All of a tensor's memory."""
+    return t.detach().as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0).numpy()

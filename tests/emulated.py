@@ -126,6 +126,7 @@ LANGUAGE = SimpleNamespace(
     max=lambda t, axis: Tile(t.a.max(axis)), where=lambda c, x, y: Tile(np.where(raw(c), raw(x), raw(y))),
     maximum=lambda x, y: Tile(np.maximum(raw(x), raw(y))), minimum=lambda x, y: Tile(np.minimum(raw(x), raw(y))),
     sqrt=lambda x: Tile(np.sqrt(raw(x))), abs=lambda x: Tile(np.abs(raw(x))), exp=lambda x: Tile(np.exp(raw(x))),
+    reshape=lambda t, shape: Tile(t.a.reshape(shape)), ravel=lambda t: Tile(t.a.ravel()), convert_layout=lambda t, _layout: t,
     log=lambda x: Tile(np.log(raw(x))), clamp=lambda x, low, high: Tile(np.clip(raw(x), low, high)),
 )  # fmt: skip
 

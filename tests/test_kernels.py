@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -497,6 +498,46 @@ def test_maps_held_in_shared_memory_from_x(kernels, monkeypatch, name):
     few_processors(kernels, monkeypatch, 132 if DEVICE == "cuda" else 30)
     test_from_x(kernels, "second trip", "contiguous", name)
     assert any(launch and launch.kernel is kernels.ring.backward_kernel for launch in kernels._LAUNCHES.values())
+
+
+@pytest.mark.parametrize(
+    "rows, channels, S, G, B, T, J",
+    [(61, 32, 3, 2, 4, 3, 2), (64, 48, 4, 3, 4, 2, 4), (70, 24, 5, 1, 2, 4, 1)],
+    ids=str,
+)
+def test_the_candidate_for_strips_of_channels(monkeypatch, rows, channels, S, G, B, T, J):
+    """Of the benchmarks, on a CPU: a thread a program."""
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    strips = importlib.import_module("strips")
+    g = torch.Generator().manual_seed(0)
+    x, dz, weight, bias = (
+        torch.randn(*size, generator=g) for size in ((rows, channels), (rows, channels), (channels,), (channels,))
+    )
+    invstd, one, other = (torch.zeros(channels) for _ in range(3))
+    words, sync = torch.zeros(1 << 14, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+    phi, a = resolve("leaky_relu", 0.1)
+    forward, inverse, backward = strips.kernels.compiled(phi)
+    constants = {"V": 4, "J": J, "B": B, "K": 2, "T": T, "LAG": T + min(2, T - 1), "AHEAD": 2, "BS": 8, "WARPS": 4}
+    constants["COLUMNS"] = 1 << (-(-8 * J // S) - 1).bit_length()
+    numbers = (rows, channels, channels, -(-rows // S), channels // (4 * J), S, G, float(rows))
+    options = {"num_warps": 4, "maxnreg": 168, "launch_cooperative_grid": True}
+    z, dx = x.clone(), torch.empty_like(x)
+    state = (weight, bias, invstd)
+    Kernel(strips.forward_kernel)[(S * G,)](
+        z, *state, words, sync, *numbers, 1e-5, a, PHI=forward, **constants, **options
+    )  # fmt: skip
+    mean, var, _ = reference.moments(x.double())
+    z64 = x.double()
+    reference.normalize_(z64, mean, (var + 1e-5).rsqrt(), weight, bias, 0.0, phi, a)
+    assert near(z, z64, rows) and near(invstd, (var + 1e-5).rsqrt(), rows)
+    Kernel(strips.backward_kernel)[(S * G,)](
+        dz, z, dx, *state, one, other, words, sync, *numbers, a, INVERSE=inverse, BACKWARD=backward, **constants, **options
+    )  # fmt: skip
+    stored = (dz.double(), z.double(), weight, bias)
+    sums = reference.sums(*stored, 0.0, phi, a, "II")
+    assert near(one, sums[0], rows) and near(other, sums[1], rows)
+    assert near(dx, reference.input_grad(*stored, invstd, *sums, rows, 0.0, phi, a, "II"), rows)
 
 
 @runs_here

@@ -55,7 +55,7 @@ PACK_CHANNELS = 32
 # Shares of the L2 cache for slabs between their two readings, the best first; what is being written needs the rest.
 L2_SHARES = (0.65, 0.55, 0.45)
 # Programs per processor where none waits for another, and the most on one slab, whose results one program adds up. With channels
-# innermost: as many as are resident at once where sums are to be added up, many more where not.
+# innermost, measured: few where sums are to be added up, as many as are resident at best, and many more where not.
 CREW = 8
 CREW_OF_SLAB = 256
 CREW_THAT_SUMS = 4
@@ -177,7 +177,9 @@ def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout | None:
     if step is None:
         return Layout(channels_touch, images, channels, 1, strides[0], 1 if channels_touch else strides[1])
     if step == 1:
-        return Layout(False, images, channels, pixels, strides[0], strides[1])
+        # What a single image or channel has for a stride means nothing.
+        apart = strides[1] if channels > 1 else pixels
+        return Layout(False, images, channels, pixels, strides[0] if images > 1 else channels * apart, apart)
     if channels_touch and (images == 1 or strides[0] == pixels * step):
         return Layout(True, images * pixels, channels, 1, step, 1)
     return None
@@ -536,7 +538,7 @@ def _prepare(
             # Where one map is read and one written, other programs' loads are as good.
             single = kernel is device.transform_kernel
             constants["STAGES"] = 1 if single else stages(read * TILE * x.element_size(), where)
-            if sums:
+            if kernel is device.sums_kernel:
                 options["maxnreg"] = where.registers // (CREW_THAT_SUMS * threads)
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     run = None
@@ -544,6 +546,11 @@ def _prepare(
         extra = _fresh_words(x.device, 1) if words else _fresh_counters(x.device, 1, 1) if room[0] else ()
         built = _build(kernel, maps, tensors, extra, (*numbers, *floats), constants, options)
         run = _runner(built, t.S * t.G, numbers, tuple(constants.values()))
+        if not twice and "maxnreg" in options and built.n_spills:
+            # Some activations need more; then fewer programs are resident.
+            del options["maxnreg"]
+            built = _build(kernel, maps, tensors, extra, (*numbers, *floats), constants, options)
+            run = _runner(built, t.S * t.G, numbers, tuple(constants.values()))
         held = resident(built.n_regs, built.metadata.shared, WARPS, where) * where.processors
         if words and shared and held < t.S * t.G:
             return None
@@ -587,9 +594,17 @@ def _ring_launch(
         "maxnreg": c.registers,
         "launch_cooperative_grid": True,
     }
-    built = _build(kernel, maps, tensors, _fresh_words(x.device, 1), (*numbers, *floats), constants, options)
-    # First this, which loads it: how many registers it has is not known before.
-    run = _runner(built, c.S * c.G, numbers, tuple(constants.values()))
+    try:
+        built = _build(kernel, maps, tensors, _fresh_words(x.device, 1), (*numbers, *floats), constants, options)
+        # This loads it: how many registers it has is not known before.
+        run = _runner(built, c.S * c.G, numbers, tuple(constants.values()))
+    except Exception as error:
+        # Gluon is an experiment of Triton's, and may change.
+        activations.warn_once(
+            f"Triton {triton.__version__} does not compile the kernels that hold maps in shared memory "
+            f"({type(error).__name__}: {str(error)[:200]}): the slower ones are used. inplace_abn knows Triton 3.6 and 3.7."
+        )
+        return None
     if resident(built.n_regs, built.metadata.shared, RING_WARPS, where) * where.processors < c.S * c.G:
         return None
     return Launch(kernel, c.S * c.G, 8 * c.S * c.G, (0, 0), numbers, constants, options, run)

@@ -244,6 +244,7 @@ def forward_kernel(
                 second += e_second
             publish(first, second, words_ptr, group, member, S, n, epoch, S * G)
         k = k_next
+    async_copy.wait_group(0)
     finish(sync_ptr, tracked_ptr, epoch, gl.cdiv(slabs, G), COUNTED, True)
 
 
@@ -412,4 +413,5 @@ def backward_kernel(
         beta_d = beta_next
         invstd_d = invstd_next
         mean_d = mean_next
+    async_copy.wait_group(0)
     finish(sync_ptr, sync_ptr, epoch, gl.cdiv(slabs, G), False, True)

@@ -489,6 +489,22 @@ def test_maps_held_in_shared_memory(kernels, monkeypatch, shape, layout, process
 
 
 @runs_here
+def test_a_triton_that_compiles_no_ring_is_told_once_and_does_without(kernels, monkeypatch):
+    few_processors(kernels, monkeypatch, 2)
+
+    def fails(*_):
+        raise AttributeError("async_copy")
+
+    monkeypatch.setattr(kernels, "_build", fails)
+    x = torch.randn(2, 4, 10, 12, device=DEVICE)
+    place, where = kernels.layout(x), kernels.card(x.device)
+    arguments = (kernels.device.forward_kernel, 2, 1, [x] * 8, (0.1,) * 4, {"RESIDUAL": False}, place, where)
+    with pytest.warns(UserWarning, match="does not compile .* async_copy"):
+        assert kernels._ring_launch(*arguments) is None
+    assert kernels._ring_launch(*arguments) is None
+
+
+@runs_here
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("width", [16, 67 if DEVICE == "cuda" else 13])
 def test_a_channel_that_is_held_keeps_to_itself(kernels, monkeypatch, width):

@@ -313,7 +313,7 @@ def crew(c: Cut, where: Card, each: int = CREW) -> Team:
 def ring_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> Ring | None:
     """How a channel is held in shared memory by its members, out of so many maps, of which so many stay until the transform.
 
-    None if the map is small, or a channel is: with rows that start anywhere, or too large for all programs or offsets of 32 bits.
+    None if the map is small, its rows short and start anywhere, or a channel too large for all programs or offsets of 32 bits.
     Measured: a round costs what it copies, a quarter of what its tiles could hold, and 256 vectors; one tile ahead is too little.
     """
     if place.inner or place.pixels <= FEW or place.rows * place.row_stride >= (1 << 31) - 64:
@@ -589,11 +589,7 @@ def _ring_launch(
         place.rows, place.pixels, place.row_stride, place.channel_stride, place.pixels // c.V, c.vectors, c.share,
         place.channels, c.S, c.G, x.numel() / x.shape[1],
     )  # fmt: skip
-    options = {
-        "num_warps": RING_WARPS,
-        "maxnreg": c.registers,
-        "launch_cooperative_grid": True,
-    }
+    options = {"num_warps": RING_WARPS, "maxnreg": c.registers, "launch_cooperative_grid": True}
     try:
         built = _build(kernel, maps, tensors, _fresh_words(x.device, 1), (*numbers, *floats), constants, options)
         # This loads it: how many registers it has is not known before.

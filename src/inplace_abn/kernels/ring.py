@@ -1,8 +1,8 @@
-"""Forward and backward in one launch each where channels are outermost and rows are aligned: maps are read from memory once.
+"""Forward and backward in one launch each where channels are outermost: maps are read from memory once, and from nowhere again.
 
 What is read is copied into shared memory, ahead of its use, and stays there until it has been summed and, some tiles later,
-transformed: nothing is read again, from L2 or elsewhere, and the memory has reads and writes in hand while programs exchange
-their sums. The language is Gluon, in which shared memory is explicit; helpers that know no layout are those of :mod:`.device`.
+transformed, so that the memory has reads and writes in hand while programs exchange their sums. The language is Gluon, in which
+shared memory is explicit; helpers that know no layout are those of :mod:`.device`.
 
 A slab is one channel: its rows are seen as one line of ``vectors`` vectors of V elements, of which each of the S members of a
 team has ``share``, in T tiles of LINES. For each of its tiles in turn a member
@@ -13,7 +13,8 @@ team has ``share``, in T tiles of LINES. For each of its tiles in turn a member
 
 With the last tile of a channel it publishes its sums. A slot of the ring is free once its tile is stored: LAG + AHEAD + 1 slots
 serve, T < LAG ≤ 2·T. The words of round n are overwritten in round n + 4, by a member that has collected round n + 2, which
-others have published after they collected round n.
+others have published after they collected round n. Where rows start anywhere, what lies in no whole vector is loaded apart,
+twice, by one member for each row.
 """
 
 from __future__ import annotations

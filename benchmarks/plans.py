@@ -1,0 +1,150 @@
+"""Other plans than the package's, measured beside it: how wide tiles are, how many programs work, how much is in hand.
+
+    python benchmarks/plans.py [--study crew ring] [--rounds 9] [--out benchmarks/results]      # needs a GPU
+
+crew: the four kernels of two launches, channels innermost, by the bytes of a row that a program has, the tiles a loop has in hand
+and the programs on a processor. ring: the two that hold maps in shared memory, by warps, programs on a processor, bytes of a tile
+and slack. Every row of the CSV is one kernel under one plan; the first plan of each is the package's own. Device time, medians,
+with a cold L2 cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from layer import device_times, gpu_file, microseconds_per_byte
+
+from inplace_abn import kernels
+from inplace_abn.activations import resolve
+
+PHI, SLOPE = resolve("leaky_relu", 0.01)
+CREW_SHAPES = [(128, 256, 56, 56), (128, 512, 28, 28), (16, 128, 336, 336), (256, 64, 56, 56), (256, 512, 28, 28)]
+RING_SHAPES = [(16, 128, 336, 336), (128, 256, 56, 56), (128, 64, 112, 112), (128, 512, 28, 28), (128, 1024, 14, 14)]
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# Passes over a map.
+PASSES = {"moments": 1, "transform": 2, "sums": 2, "input_grad": 3, "forward": 2, "backward": 3}
+COLUMNS = ["study", "shape", "dtype", "kernel", "plan", "floor_us", "median_us", "p10_us", "p90_us"]
+Case = tuple[str, tuple[int, ...], str]
+OWN = {
+    name: getattr(kernels, name) for name in dir(kernels) if name.isupper() and isinstance(getattr(kernels, name), int)
+}
+STAGES = kernels.stages
+
+
+def crew_plans() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "own", {}
+    for line, stages, programs in itertools.product((128, 256, 512), (1, 3, 4), (4, 8, 16)):
+        many = {"CREW_THAT_SUMS": programs, "CREW_THAT_MAPS": programs}
+        yield (
+            f"line {line}, stages {stages}, programs {programs}",
+            {"LINE_BYTES": line, **many, "stages": lambda *_, n=stages: n},
+        )
+
+
+def ring_plans() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "own", {}
+    for warps, programs, size, slack in itertools.product((2, 4, 8), (2, 3, 4), (4096, 8192), (1, 2, 3)):
+        tiles = (kernels.card(torch.device("cuda", 0)).shared // programs - 1536) // size
+        names = {
+            "RING_WARPS": warps,
+            "RING_PROGRAMS": programs,
+            "RING_BYTES": size,
+            "RING_SLACK": slack,
+            "RING_TILES": tiles,
+        }
+        yield f"warps {warps}, programs {programs}, bytes {size}, slack {slack}", names
+
+
+def adopt(plan: dict[str, Any]) -> None:
+    """Plan like this from now on."""
+    for name, value in {**OWN, "stages": STAGES, **plan}.items():
+        setattr(kernels, name, value)
+    kernels.cut.cache_clear()
+    kernels._LAUNCHES.clear()
+
+
+def calls(case: Case) -> dict[str, Callable[[], object]]:
+    study, shape, dtype = case
+    layout = torch.channels_last if study == "crew" else torch.contiguous_format
+    x, dz = (torch.randn(shape, device="cuda").to(DTYPES[dtype]).contiguous(memory_format=layout) for _ in range(2))
+    weight, bias = torch.rand(shape[1], device="cuda") + 0.5, torch.randn(shape[1], device="cuda")
+    rest = (1e-6, PHI, SLOPE)
+    z = x.clone()
+    invstd = kernels.normalize_batch_(z, weight, bias, None, None, None, 0.1, 1e-5, *rest)
+    if study == "ring":
+        return {
+            "forward": lambda: kernels.normalize_batch_(x, weight, bias, None, None, None, 0.1, 1e-5, *rest),
+            "backward": lambda: kernels.input_grad_batch(dz, z, weight, bias, invstd, *rest, "II"),
+        }
+    mean, _, m = kernels.moments(x)
+    sums = kernels.sums(dz, z, weight, bias, *rest, "II")
+    return {
+        "moments": lambda: kernels.moments(x),
+        "transform": lambda: kernels.normalize_(x, mean, invstd, weight, bias, *rest),
+        "sums": lambda: kernels.sums(dz, z, weight, bias, *rest, "II"),
+        "input_grad": lambda: kernels.input_grad(dz, z, weight, bias, invstd, *sums, m, *rest, "II"),
+    }
+
+
+def measured(case: Case, rounds: int) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """Microseconds of every kernel under every plan that the card can run."""
+    for name, plan in crew_plans() if case[0] == "crew" else ring_plans():
+        adopt(plan)
+        try:
+            yield name, device_times(calls(case), rounds)
+        except Exception as error:
+            print(*case, name, f"{type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
+    adopt({})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--study", nargs="+", default=["crew", "ring"], choices=["crew", "ring"])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    shapes = {"crew": CREW_SHAPES, "ring": RING_SHAPES}
+    cases = [(study, shape, dtype) for study in given.study for shape in shapes[study] for dtype in DTYPES]
+    if given.case is not None:
+        # Only to fill the compiler's cache on disk.
+        for _ in measured(cases[given.case], 1):
+            pass
+        return
+    again = [sys.executable, __file__, "--study", *given.study, "--case"]
+    warm = [subprocess.Popen([*again, str(i)]) for i in range(min(len(cases), os.cpu_count() or 1))]
+    for process in warm:
+        process.wait()
+    per_byte = microseconds_per_byte()
+    with gpu_file(given.out, "plans-of-kernels").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(COLUMNS)
+        for case in cases:
+            size = torch.Size(case[1]).numel() * DTYPES[case[2]].itemsize
+            best: dict[str, tuple[float, str]] = {}
+            own: dict[str, float] = {}
+            for name, times in measured(case, given.rounds):
+                for kernel, us in times.items():
+                    median, deciles = statistics.median(us), statistics.quantiles(us, n=10)
+                    figures = [f"{v:.1f}" for v in (PASSES[kernel] * size * per_byte, median, deciles[0], deciles[-1])]
+                    rows.writerow([case[0], "x".join(map(str, case[1])), case[2], kernel, name, *figures])
+                    best[kernel] = min(best.get(kernel, (median, name)), (median, name))
+                    own.setdefault(kernel, median)
+            file.flush()
+            for kernel, (median, name) in best.items():
+                print(*case, kernel, f"own {own[kernel]:.1f}, best {median:.1f}: {name}", flush=True)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -171,8 +171,8 @@ def as_python(function, known=None):
                 value = getattr(value, "value", value)
                 names[name] = as_python(value, known) if hasattr(value, "fn") else value
         names |= {"tl": LANGUAGE, "gl": LANGUAGE, "xp": LANGUAGE, "async_copy": ASYNC}
-        # Some seconds, as there.
-        names |= {"PATIENCE": 20_000}
+        # Long, but not for ever.
+        names |= {"PATIENCE": 200_000}
     return known[code]
 
 
@@ -205,7 +205,7 @@ class Kernel:
             for t in threads:
                 t.start()
             for t in threads:
-                t.join(60)
+                t.join(240)
                 if failed:
                     raise failed[0]
                 assert not t.is_alive(), "programs that wait for ever"

@@ -46,6 +46,22 @@ def line_up(
 
 
 @gluon.jit
+def begin(
+    pixels, row_stride, channel_stride, per_row, vectors, share, slabs, S, G,
+    TILE: gl.constexpr, V: gl.constexpr, LINES: gl.constexpr, T: gl.constexpr, EDGES: gl.constexpr,
+):  # fmt: skip
+    """Which group and member a program is, its rounds, the first element of their channels, and its tiles lined up."""
+    group = gl.program_id(0) // S
+    member = gl.program_id(0) % S
+    # In whole vectors, so that the compiler sees them.
+    stride = gl.cast(channel_stride, gl.int64) if EDGES else gl.cast(channel_stride // V, gl.int64) * V
+    lines = ()
+    for t in gl.static_range(T):
+        lines = lines + (line_up(t, member, share, vectors, per_row, pixels, row_stride, TILE, LINES, V, EDGES),)
+    return group, member, gl.cdiv(slabs - group, G), group * stride, G * stride, lines
+
+
+@gluon.jit
 def spot(channel, lines, t: gl.constexpr, TILE: gl.constexpr, V: gl.constexpr, EDGES: gl.constexpr):
     """Where a member's tile t of a channel lies, out of what lines them all up: a first element, offsets from it and a mask.
 
@@ -136,17 +152,10 @@ def forward_kernel(
     SLOT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     R: gl.constexpr = LAG + AHEAD + 1
     number: gl.constexpr = x_ptr.dtype.element_ty
-    group = gl.program_id(0) // S
-    member = gl.program_id(0) % S
+    group, member, rounds, base, step, lines = begin(
+        pixels, row_stride, channel_stride, per_row, vectors, share, slabs, S, G, TILE, V, LINES, T, EDGES
+    )
     epoch = gl.load(sync_ptr, volatile=True)
-    rounds = gl.cdiv(slabs - group, G)
-    # In whole vectors, so that the compiler sees them.
-    stride = gl.cast(channel_stride, gl.int64) if EDGES else gl.cast(channel_stride // V, gl.int64) * V
-    base = group * stride
-    step = G * stride
-    lines = ()
-    for t in gl.static_range(T):
-        lines = lines + (line_up(t, member, share, vectors, per_row, pixels, row_stride, TILE, LINES, V, EDGES),)
     ring = gl.allocate_shared_memory(number, [R, LINES, V], SLOT)
     # r is wanted for the transform alone.
     ring_r = gl.allocate_shared_memory(number, [AHEAD + 1 if RESIDUAL else 1, LINES, V], SLOT)
@@ -265,17 +274,10 @@ def backward_kernel(
     SLOT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     R: gl.constexpr = LAG + AHEAD + 1
     number: gl.constexpr = z_ptr.dtype.element_ty
-    group = gl.program_id(0) // S
-    member = gl.program_id(0) % S
+    group, member, rounds, base, step, lines = begin(
+        pixels, row_stride, channel_stride, per_row, vectors, share, slabs, S, G, TILE, V, LINES, T, EDGES
+    )
     epoch = gl.load(sync_ptr, volatile=True)
-    rounds = gl.cdiv(slabs - group, G)
-    # In whole vectors, so that the compiler sees them.
-    stride = gl.cast(channel_stride, gl.int64) if EDGES else gl.cast(channel_stride // V, gl.int64) * V
-    base = group * stride
-    step = G * stride
-    lines = ()
-    for t in gl.static_range(T):
-        lines = lines + (line_up(t, member, share, vectors, per_row, pixels, row_stride, TILE, LINES, V, EDGES),)
     ring_z = gl.allocate_shared_memory(number, [R, LINES, V], SLOT)
     ring_dz = gl.allocate_shared_memory(number, [R, LINES, V], SLOT)
     ring_r = gl.allocate_shared_memory(number, [R if RESIDUAL else 1, LINES, V], SLOT)

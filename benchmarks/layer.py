@@ -216,7 +216,9 @@ def empty_launches() -> dict[str, Callable[[], object]]:
 
     spare = torch.zeros(1, device="cuda")
     named = {"forward_kernel": "forward", "backward_kernel": "backward"}
-    launches = {named[k.kernel.__name__]: k for k in kernels._LAUNCHES.values() if k and k.kernel.__name__ in named}
+    launches = {
+        named[k.kernel.__name__]: k for k in kernels.launches.LAUNCHES.values() if k and k.kernel.__name__ in named
+    }
     return {
         direction: lambda launch=launch: nothing[(launch.grid,)](spare, num_warps=launch.options["num_warps"])
         for direction, launch in launches.items()
@@ -277,7 +279,7 @@ def gpu(rounds: int, out: Path, share: str | None, residual: bool) -> Path | Non
         rows = csv.writer(file)
         rows.writerow(GPU_COLUMNS)
         for case in gpu_cases(residual):
-            kernels._LAUNCHES.clear()
+            kernels.launches.LAUNCHES.clear()
             calls = gpu_calls(case, residual)
             if size_of(case) <= 12 << 20:
                 for direction, call in empty_launches().items():

@@ -35,10 +35,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 PASSES = {"moments": 1, "transform": 2, "sums": 2, "input_grad": 3, "forward": 2, "backward": 3}
 COLUMNS = ["study", "shape", "dtype", "kernel", "plan", "floor_us", "median_us", "p10_us", "p90_us"]
 Case = tuple[str, tuple[int, ...], str]
-OWN = {
-    name: getattr(kernels, name) for name in dir(kernels) if name.isupper() and isinstance(getattr(kernels, name), int)
-}
-STAGES = kernels.stages
+OWN = {name: value for name, value in vars(kernels.plans).items() if name.isupper() and isinstance(value, int)}
+STAGES = kernels.plans.stages
 
 
 def crew_plans() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -54,7 +52,7 @@ def crew_plans() -> Iterator[tuple[str, dict[str, Any]]]:
 def ring_plans() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "own", {}
     for warps, programs, size, slack in itertools.product((2, 4, 8), (2, 3, 4), (4096, 8192), (1, 2, 3)):
-        tiles = (kernels.card(torch.device("cuda", 0)).shared // programs - 1536) // size
+        tiles = (kernels.plans.card(torch.device("cuda", 0)).shared // programs - 1536) // size
         names = {
             "RING_WARPS": warps,
             "RING_PROGRAMS": programs,
@@ -68,9 +66,9 @@ def ring_plans() -> Iterator[tuple[str, dict[str, Any]]]:
 def adopt(plan: dict[str, Any]) -> None:
     """Plan like this from now on."""
     for name, value in {**OWN, "stages": STAGES, **plan}.items():
-        setattr(kernels, name, value)
-    kernels.cut.cache_clear()
-    kernels._LAUNCHES.clear()
+        setattr(kernels.plans, name, value)
+    kernels.plans.cut.cache_clear()
+    kernels.launches.LAUNCHES.clear()
 
 
 def calls(case: Case) -> dict[str, Callable[[], object]]:

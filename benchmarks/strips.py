@@ -364,7 +364,7 @@ COLUMNS_OF_CSV = [
 def settings(rows: int, channels: int, itemsize: int, maps: int, strip: int) -> dict[str, int] | None:
     """How a strip of so many bytes is shared out, as the package does for channels; None where it does not fit."""
     v, w = 16 // itemsize, strip // itemsize
-    where = kernels.card(torch.device("cuda", torch.cuda.current_device()))
+    where = kernels.plans.card(torch.device("cuda", torch.cuda.current_device()))
     pixels = TILE_BYTES // maps // strip
     tiles = (where.shared // EACH - 2560) // (pixels * strip * maps)
     programs, slabs = EACH * where.processors, channels // w

@@ -46,7 +46,7 @@ SHAPES = {
 def kernels(monkeypatch):
     module = pytest.importorskip("inplace_abn.kernels")
     if DEVICE == "cpu":
-        monkeypatch.setattr(module, "TILE", 256)
+        monkeypatch.setattr(module.plans, "TILE", 256)
     forget(module)
     yield module
     forget(module)
@@ -54,8 +54,8 @@ def kernels(monkeypatch):
 
 def forget(module):
     """Plans made for another tile."""
-    module.cut.cache_clear()
-    module._LAUNCHES.clear()
+    module.plans.cut.cache_clear()
+    module.launches.LAUNCHES.clear()
 
 
 def near(got, want, terms, dtype=torch.float32):
@@ -72,7 +72,7 @@ def step(kernels, shape, layout, dtype, name, a, momentum, affine=True, residual
     means = 3 + spread * (torch.arange(shape[1], device=DEVICE) % 7).view(1, -1, *[1] * (len(shape) - 2))
     base, view = LAYOUTS[layout]((draw(*shape) * 2 + means).to(dtype))
     x, channels, m = view(base), shape[1], base.numel() // shape[1]
-    if kernels.layout(x) is None:
+    if kernels.plans.layout(x) is None:
         pytest.skip("left to the reference")
     weight, bias = (draw(channels) * 0.3 + 1, draw(channels) * 0.3) if affine else (None, None)
     running = draw(channels), draw(channels).abs()
@@ -142,10 +142,10 @@ def test_activations(kernels, name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_channels_that_are_packed(kernels, monkeypatch, shape, layout, dtype):
     """In tiles as on a GPU: smaller ones hold no packed slab of 16-bit numbers."""
-    monkeypatch.setattr(kernels, "TILE", 4096)
+    monkeypatch.setattr(kernels.plans, "TILE", 4096)
     forget(kernels)
     x = torch.empty(shape, dtype=dtype)
-    c = kernels.cut(kernels.layout(x), x.element_size(), True)
+    c = kernels.plans.cut(kernels.plans.layout(x), x.element_size(), True)
     assert 1 < c.constants["W"] < c.constants["BC"]
     step(kernels, shape, layout, dtype, "leaky_relu", 0.1, 0.1, residual=True)
 
@@ -154,7 +154,7 @@ def test_channels_that_are_packed(kernels, monkeypatch, shape, layout, dtype):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_channel_that_is_packed_keeps_to_itself(kernels, monkeypatch):
     """What is not finite in one channel leaves its neighbours' bits as they are."""
-    monkeypatch.setattr(kernels, "TILE", 4096)
+    monkeypatch.setattr(kernels.plans, "TILE", 4096)
     forget(kernels)
     keeps_to_itself(kernels, torch.randn(5, 19, 7, 7, generator=torch.Generator().manual_seed(0)).bfloat16())
 
@@ -246,7 +246,7 @@ def test_a_large_mean_costs_no_variance(kernels, layout):
 @runs_here
 def test_outliers_at_the_corners_cost_no_variance(kernels, monkeypatch):
     """Moments are taken about elements; corners, where padding shows, are not among them."""
-    monkeypatch.setattr(kernels, "TILE", 4096)
+    monkeypatch.setattr(kernels.plans, "TILE", 4096)
     x = torch.randn(1, 1, 512, 512)
     x[..., 0, 0] = x[..., -1, -1] = x[..., 0, -1] = 700.0
     for layout in (torch.contiguous_format, torch.channels_last):
@@ -298,11 +298,11 @@ def test_the_guard_keeps_signs_and_hides_no_nan(kernels):
 @runs_here
 def test_the_layout_is_read_off_the_strides(kernels):
     x = torch.empty(4, 6, 5, 7)
-    assert kernels.layout(x) == (False, 4, 6, 35, 210, 35)
-    assert kernels.layout(x.contiguous(memory_format=torch.channels_last)) == (True, 140, 6, 1, 6, 1)
-    assert kernels.layout(x[:, 1:3]) == (False, 4, 2, 35, 210, 35)
-    assert kernels.layout(x.transpose(2, 3)) is None and kernels.layout(x[..., ::2]) is None
-    assert kernels.layout(torch.empty(4, 6)) == (True, 4, 6, 1, 6, 1)
+    assert kernels.plans.layout(x) == (False, 4, 6, 35, 210, 35)
+    assert kernels.plans.layout(x.contiguous(memory_format=torch.channels_last)) == (True, 140, 6, 1, 6, 1)
+    assert kernels.plans.layout(x[:, 1:3]) == (False, 4, 2, 35, 210, 35)
+    assert kernels.plans.layout(x.transpose(2, 3)) is None and kernels.plans.layout(x[..., ::2]) is None
+    assert kernels.plans.layout(torch.empty(4, 6)) == (True, 4, 6, 1, 6, 1)
 
 
 H200 = (132, 65536, 2048, 228 << 10, 60 << 20, True)
@@ -313,8 +313,8 @@ A10 = (72, 65536, 1536, 100 << 10, 6 << 20, True)
 @runs_here
 @pytest.mark.parametrize("figures", [H200, A100, A10], ids=["H200", "A100", "A10"])
 def test_teams_fit_the_card_and_cover_the_tensor(kernels, monkeypatch, figures):
-    monkeypatch.setattr(kernels, "TILE", 4096)
-    where = kernels.Card(*figures)
+    monkeypatch.setattr(kernels.plans, "TILE", 4096)
+    where = kernels.plans.Card(*figures)
     sizes = [
         (1, 1, 1),
         (32, 256, 3136),
@@ -326,13 +326,16 @@ def test_teams_fit_the_card_and_cover_the_tensor(kernels, monkeypatch, figures):
     ]
     sizes += [(n, c, pixels) for n in (1, 5, 300) for c in (9, 64) for pixels in range(2, 65)]
     for n, c, pixels in sizes:
-        places = [kernels.Layout(False, n, c, pixels, c * pixels, pixels), kernels.Layout(True, n * pixels, c, 1, c, 1)]
+        places = [
+            kernels.plans.Layout(False, n, c, pixels, c * pixels, pixels),
+            kernels.plans.Layout(True, n * pixels, c, 1, c, 1),
+        ]
         for place in places:
             for itemsize, tensors, aligned in [(2, 1, True), (2, 2, True), (4, 2, True), (2, 1, False)]:
-                cut = kernels.cut(place, itemsize, aligned)
+                cut = kernels.plans.cut(place, itemsize, aligned)
                 inner = cut.constants["INNER"]
-                resident = where.processors * (where.registers // (kernels.registers(inner) * 256))
-                team, crew = kernels.team(cut, tensors, where), kernels.crew(cut, where)
+                resident = where.processors * (where.registers // (kernels.plans.registers(inner) * 256))
+                team, crew = kernels.plans.team(cut, tensors, where), kernels.plans.crew(cut, where)
                 assert team is None or team.S * team.G <= resident
                 for t in [t for t in (team, crew) if t is not None]:
                     assert t.S == cut.blocks * t.chunks and 1 <= t.G <= cut.slabs
@@ -349,8 +352,8 @@ def test_teams_fit_the_card_and_cover_the_tensor(kernels, monkeypatch, figures):
 @pytest.mark.parametrize("figures", [H200, A100, A10], ids=["H200", "A100", "A10"])
 def test_rings_fit_the_card_and_cover_the_channel(monkeypatch, figures):
     kernels = pytest.importorskip("inplace_abn.kernels")
-    monkeypatch.setattr(kernels, "RING_LEAST", 0)
-    where = kernels.Card(*figures)
+    monkeypatch.setattr(kernels.plans, "RING_LEAST", 0)
+    where = kernels.plans.Card(*figures)
     rings = 0
     sizes = [
         (16, 128, 112896),
@@ -362,9 +365,9 @@ def test_rings_fit_the_card_and_cover_the_channel(monkeypatch, figures):
         (1, 5, 100),
     ]
     for n, c, pixels in sizes:
-        place = kernels.Layout(False, n, c, pixels, c * pixels, pixels)
+        place = kernels.plans.Layout(False, n, c, pixels, c * pixels, pixels)
         for itemsize, maps, held in [(2, 1, 1), (2, 2, 1), (2, 2, 2), (2, 3, 3), (4, 1, 1), (4, 2, 2)]:
-            r = kernels.ring_of(place, itemsize, maps, held, where)
+            r = kernels.plans.ring_of(place, itemsize, maps, held, where)
             if r is None:
                 continue
             rings += 1
@@ -376,17 +379,17 @@ def test_rings_fit_the_card_and_cover_the_channel(monkeypatch, figures):
             # As the kernels need it for their words and slots.
             assert r.T < r.lag <= 2 * r.T and 1 <= r.ahead <= r.lag and 1 <= r.G <= c
             shared = r.lines * r.V * itemsize * (held * (r.lag + r.ahead + 1) + (maps - held) * (r.ahead + 1))
-            each = kernels.resident(r.registers, shared + 512, kernels.RING_WARPS, where)
+            each = kernels.plans.resident(r.registers, shared + 512, kernels.plans.RING_WARPS, where)
             assert each * where.processors >= r.S * r.G
     assert rings >= 20
     # Nothing for it: short rows that start anywhere, few pixels, channels innermost, offsets of more than 32 bits, small maps.
-    place = kernels.Layout(False, 12, 4096, 81, 4096 * 81, 81)
-    few = kernels.Layout(False, 128, 2048, 64, 2048 * 64, 64)
-    inner = kernels.Layout(True, 128 * 196, 1024, 1, 1024, 1)
-    far = kernels.Layout(False, 16, 128, 112896, 1 << 27, 112896)
-    assert [kernels.ring_of(p, 2, 1, 1, where) for p in (place, few, inner, far)] == [None] * 4
+    place = kernels.plans.Layout(False, 12, 4096, 81, 4096 * 81, 81)
+    few = kernels.plans.Layout(False, 128, 2048, 64, 2048 * 64, 64)
+    inner = kernels.plans.Layout(True, 128 * 196, 1024, 1, 1024, 1)
+    far = kernels.plans.Layout(False, 16, 128, 112896, 1 << 27, 112896)
+    assert [kernels.plans.ring_of(p, 2, 1, 1, where) for p in (place, few, inner, far)] == [None] * 4
     monkeypatch.undo()
-    assert kernels.ring_of(kernels.Layout(False, 8, 64, 784, 64 * 784, 784), 2, 1, 1, where) is None
+    assert kernels.plans.ring_of(kernels.plans.Layout(False, 8, 64, 784, 64 * 784, 784), 2, 1, 1, where) is None
 
 
 def test_launches_are_described_to_those_who_listen(monkeypatch):
@@ -404,7 +407,7 @@ def test_launches_are_described_to_those_who_listen(monkeypatch):
             return lambda *arguments, stream: self.told.append((grid, stream, arguments))
 
     built = Built()
-    run = kernels._runner(built, 6, (1, 2), ("constant",))
+    run = kernels.launches._runner(built, 6, (1, 2), ("constant",))
     arguments = (16, 32, 1, 2, 0.5, "constant")
     run(7, [16, 32], (0.5,))
     assert built.straight == [(6, 1, 1, 7, "function", "metadata", None, None, None, *arguments)] and not built.told
@@ -415,38 +418,39 @@ def test_launches_are_described_to_those_who_listen(monkeypatch):
 
 def test_residency_follows_registers_and_shared_memory():
     kernels = pytest.importorskip("inplace_abn.kernels")
-    where = kernels.Card(*H200)
+    where = kernels.plans.Card(*H200)
     # 65,536 registers of 256 threads each; 228 KiB of shared memory, 1 KiB of it per program.
-    assert [kernels.resident(n, 0, 8, where) for n in (32, 33, 64, 65, 255)] == [8, 6, 4, 3, 1]
-    assert [kernels.resident(32, n << 10, 8, where) for n in (27, 113, 114, 228)] == [8, 2, 1, 0]
+    assert [kernels.plans.resident(n, 0, 8, where) for n in (32, 33, 64, 65, 255)] == [8, 6, 4, 3, 1]
+    assert [kernels.plans.resident(32, n << 10, 8, where) for n in (27, 113, 114, 228)] == [8, 2, 1, 0]
     # Of 128 threads twice as many.
-    assert [kernels.resident(n, 0, 4, where) for n in (64, 168, 255)] == [8, 3, 2]
+    assert [kernels.plans.resident(n, 0, 4, where) for n in (64, 168, 255)] == [8, 3, 2]
 
 
 def is_held(kernels):
     """Whether a launch held its maps in shared memory."""
-    held = {kernels.ring.forward_kernel, kernels.ring.backward_kernel}
-    return any(launch and launch.kernel in held for launch in kernels._LAUNCHES.values())
+    held = {kernels.launches.ring.forward_kernel, kernels.launches.ring.backward_kernel}
+    return any(launch and launch.kernel in held for launch in kernels.launches.LAUNCHES.values())
 
 
 def few_processors(kernels, monkeypatch, processors):
     """As if the card had so many; small maps are held in shared memory, too. On a CPU by threads, in tiles of 256 bytes."""
-    monkeypatch.setattr(kernels, "RING_LEAST", 0)
+    monkeypatch.setattr(kernels.plans, "RING_LEAST", 0)
     if DEVICE == "cuda":
-        card = kernels.card
-        monkeypatch.setattr(kernels, "card", lambda where: card(where)._replace(processors=processors))
+        card = kernels.plans.card
+        monkeypatch.setattr(kernels.plans, "card", lambda where: card(where)._replace(processors=processors))
         return
     held = SimpleNamespace(
-        forward_kernel=Kernel(kernels.ring.forward_kernel), backward_kernel=Kernel(kernels.ring.backward_kernel)
+        forward_kernel=Kernel(kernels.launches.ring.forward_kernel),
+        backward_kernel=Kernel(kernels.launches.ring.backward_kernel),
     )
-    monkeypatch.setattr(kernels, "ring", held)
-    monkeypatch.setattr(kernels, "RING_BYTES", 256)
-    monkeypatch.setattr(kernels, "RING_PIXELS", 65)
-    monkeypatch.setattr(kernels, "_runner", lambda *_: None)
+    monkeypatch.setattr(kernels.launches, "ring", held)
+    monkeypatch.setattr(kernels.plans, "RING_BYTES", 256)
+    monkeypatch.setattr(kernels.plans, "RING_PIXELS", 65)
+    monkeypatch.setattr(kernels.launches, "_runner", lambda *_: None)
     # The interpreter's programs would wait for each other for ever.
-    monkeypatch.setattr(kernels, "team", lambda *_: pytest.fail("no room in shared memory"))
-    where = kernels.Card(processors, 65536, 2048, 3 * (9 * 256 + 1536), 1 << 20, True)
-    monkeypatch.setattr(kernels, "card", lambda _: where)
+    monkeypatch.setattr(kernels.plans, "team", lambda *_: pytest.fail("no room in shared memory"))
+    where = kernels.plans.Card(processors, 65536, 2048, 3 * (9 * 256 + 1536), 1 << 20, True)
+    monkeypatch.setattr(kernels.plans, "card", lambda _: where)
 
 
 HELD = {
@@ -484,8 +488,8 @@ def test_maps_held_in_shared_memory(kernels, monkeypatch, shape, layout, process
     few_processors(kernels, monkeypatch, processors)
     # Means that lie apart: moments taken about another channel's sample would cost digits.
     step(kernels, shape, layout, dtype, "leaky_relu", 0.01, 0.1, residual=residual, spread=20.0)
-    fused = {launch.kernel for launch in kernels._LAUNCHES.values() if launch and launch.words}
-    assert fused == {kernels.ring.forward_kernel, kernels.ring.backward_kernel}
+    fused = {launch.kernel for launch in kernels.launches.LAUNCHES.values() if launch and launch.words}
+    assert fused == {kernels.launches.ring.forward_kernel, kernels.launches.ring.backward_kernel}
 
 
 @runs_here
@@ -495,13 +499,13 @@ def test_a_triton_that_compiles_no_ring_is_told_once_and_does_without(kernels, m
     def fails(*_):
         raise AttributeError("async_copy")
 
-    monkeypatch.setattr(kernels, "_build", fails)
+    monkeypatch.setattr(kernels.launches, "_build", fails)
     x = torch.randn(2, 4, 10, 12, device=DEVICE)
-    place, where = kernels.layout(x), kernels.card(x.device)
+    place, where = kernels.plans.layout(x), kernels.plans.card(x.device)
     arguments = (kernels.device.forward_kernel, 2, 1, [x] * 8, (0.1,) * 4, {"RESIDUAL": False}, place, where)
     with pytest.warns(UserWarning, match="does not compile .* async_copy"):
-        assert kernels._ring_launch(*arguments) is None
-    assert kernels._ring_launch(*arguments) is None
+        assert kernels.launches._ring_launch(*arguments) is None
+    assert kernels.launches._ring_launch(*arguments) is None
 
 
 @runs_here
@@ -535,7 +539,10 @@ def test_maps_held_in_shared_memory_with_another_activation(kernels, monkeypatch
 def test_maps_held_in_shared_memory_from_x(kernels, monkeypatch, name):
     few_processors(kernels, monkeypatch, 132 if DEVICE == "cuda" else 30)
     test_from_x(kernels, "second trip", "contiguous", name)
-    assert any(launch and launch.kernel is kernels.ring.backward_kernel for launch in kernels._LAUNCHES.values())
+    assert any(
+        launch and launch.kernel is kernels.launches.ring.backward_kernel
+        for launch in kernels.launches.LAUNCHES.values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -581,12 +588,12 @@ def test_the_candidate_for_strips_of_channels(monkeypatch, rows, channels, S, G,
 @runs_here
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_without_a_team_each_verb_has_its_launch(kernels, monkeypatch, layout):
-    monkeypatch.setattr(kernels, "team", lambda *_: None)
-    monkeypatch.setattr(kernels, "ring", None)
+    monkeypatch.setattr(kernels.plans, "team", lambda *_: None)
+    monkeypatch.setattr(kernels.launches, "ring", None)
     for shape in ("odd", "second trip", "few pixels, odd"):
         step(kernels, SHAPES[shape], layout, torch.float32, "leaky_relu", 0.01, None)
-    assert None in kernels._LAUNCHES.values()
-    assert not any(launch and launch.words for launch in kernels._LAUNCHES.values())
+    assert None in kernels.launches.LAUNCHES.values()
+    assert not any(launch and launch.words for launch in kernels.launches.LAUNCHES.values())
 
 
 @runs_here
@@ -594,8 +601,8 @@ def test_plans_outlive_nothing_they_are_known_by(kernels):
     """Flags are known by their identity, which another dict could have later if they were not kept."""
     for name in ("leaky_relu", "elu"):
         step(kernels, SHAPES["odd"], "contiguous", torch.float32, name, 1.0, None)
-    kept = {id(flags) for flags in kernels._KEPT}
-    assert {key[1] for key in kernels._LAUNCHES} <= kept
+    kept = {id(flags) for flags in kernels.launches.KEPT}
+    assert {key[1] for key in kernels.launches.LAUNCHES} <= kept
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU teams run as they are")
@@ -616,18 +623,18 @@ def test_members_find_each_others_sums(kernels, monkeypatch, shape, layout):
     Words that bear the right stamp from the start make nobody wait. In the first launch members publish their sums, in the
     second the totals, and in the third everything is there. Backward, since forward the first overwrites what the next reads.
     """
-    where = kernels.Card(4, 65536, 2048, 1 << 17, 1 << 20, False)
-    monkeypatch.setattr(kernels, "card", lambda device: where)
+    where = kernels.plans.Card(4, 65536, 2048, 1 << 17, 1 << 20, False)
+    monkeypatch.setattr(kernels.plans, "card", lambda device: where)
     g = torch.Generator().manual_seed(0)
     base, view = LAYOUTS[layout](torch.randn(shape, generator=g))
     z, dz = view(base), torch.randn(shape, generator=g)
     weight, bias, invstd = torch.rand(3, shape[1], generator=g) + 0.5
-    cut = kernels.cut(kernels.layout(z), z.element_size(), True)
-    team = kernels.team(cut, 2, where)
+    cut = kernels.plans.cut(kernels.plans.layout(z), z.element_size(), True)
+    team = kernels.plans.team(cut, 2, where)
     # More rounds would need more stamps.
     assert team.S > 1 and team.G == cut.slabs
     words, sync = torch.full((1 << 16,), 1 << 32), torch.zeros(2, dtype=torch.int32)
-    monkeypatch.setitem(kernels._WORDS, (base.device, 0), (words, sync))
+    monkeypatch.setitem(kernels.launches.WORDS, (base.device, 0), (words, sync))
     rest = (1e-5, *resolve("leaky_relu", 0.1), "II")
     for _ in range(3):
         sync.zero_()
@@ -674,10 +681,10 @@ NUMBERS += "per_row vectors share".split()
 KINDS = dict.fromkeys(["x_ptr", "z_ptr", "r_ptr", "dz_ptr", "dx_ptr", "dr_ptr"], "*bf16")
 KINDS |= {"count_ptr": "*i32", "sync_ptr": "*i32", "tracked_ptr": "*i64", "words_ptr": "*i64"}
 LAYOUTS = [
-    kernels.Layout(False, 32, 256, 3136, 256 * 3136, 3136),
-    kernels.Layout(False, 12, 4096, 9409, 4096 * 9409, 9409),
-    kernels.Layout(True, 32 * 3136, 256, 1, 256, 1),
-    kernels.Layout(False, 32, 2048, 49, 2048 * 49, 49),
+    kernels.plans.Layout(False, 32, 256, 3136, 256 * 3136, 3136),
+    kernels.plans.Layout(False, 12, 4096, 9409, 4096 * 9409, 9409),
+    kernels.plans.Layout(True, 32 * 3136, 256, 1, 256, 1),
+    kernels.plans.Layout(False, 32, 2048, 49, 2048 * 49, 49),
 ]
 
 def build(kernel, architecture, constants, **options):
@@ -688,7 +695,7 @@ def build(kernel, architecture, constants, **options):
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n.endswith("_ptr")}
     source = GluonASTSource if kernel in (ring.forward_kernel, ring.backward_kernel) else ASTSource
     return compile(source(kernel, kinds, constants, aligned), target=GPUTarget("cuda", architecture, 32),
-                   options={"num_warps": kernels.WARPS, **options})
+                   options={"num_warps": kernels.plans.WARPS, **options})
 
 for name, phi in ACTIVATIONS.items():
     forward, inverse, backward = kernels.compiled(phi)
@@ -696,23 +703,23 @@ for name, phi in ACTIVATIONS.items():
     for architecture in (80, 90, 100) if plain else (90,):
         # Elsewhere one of each kind: the second has all that the first has, and edges; packed channels are as inner ones.
         for place in LAYOUTS[:1] if not plain else LAYOUTS if architecture == 90 else LAYOUTS[1:3]:
-            c = kernels.cut(place, 2, True)
+            c = kernels.plans.cut(place, 2, True)
             w = c.constants["W"]
             constants = {
                 **c.constants, "PHI": forward, "INVERSE": inverse, "BACKWARD": backward, "VARIANT_I": False,
                 "HAS_WEIGHT": True, "HAS_BIAS": True, "RESIDUAL": True, "NEED_R": True,
                 "FROM_X": phi.inverse is None, "HAT": False,
                 "TRACK": True, "CUMULATIVE": True, "COUNTED": True, "FIXED": False,
-                "SHARED": True, "MW": min(w, 2), "BS": 128, "THREADS": 32 * kernels.WARPS,
+                "SHARED": True, "MW": min(w, 2), "BS": 128, "THREADS": 32 * kernels.plans.WARPS,
             }
-            fused = {"maxnreg": kernels.registers(c.constants["INNER"]), "launch_cooperative_grid": True}
+            fused = {"maxnreg": kernels.plans.registers(c.constants["INNER"]), "launch_cooperative_grid": True}
             build(device.forward_kernel, architecture, constants, **fused)
             build(device.backward_kernel, architecture, constants, **fused)
             if place is LAYOUTS[0] or architecture != 90:
                 # Elsewhere with edges, which have all that others have.
-                in_ring = {"V": 8, "LINES": 128, "T": 3, "LAG": 5, "AHEAD": 2, "WARPS": kernels.RING_WARPS}
+                in_ring = {"V": 8, "LINES": 128, "T": 3, "LAG": 5, "AHEAD": 2, "WARPS": kernels.plans.RING_WARPS}
                 in_ring["EDGES"] = 0 if architecture == 90 else 256
-                options = {"maxnreg": 168, "launch_cooperative_grid": True, "num_warps": kernels.RING_WARPS}
+                options = {"maxnreg": 168, "launch_cooperative_grid": True, "num_warps": kernels.plans.RING_WARPS}
                 for kernel in (ring.forward_kernel, ring.backward_kernel):
                     text = build(kernel, architecture, {**constants, **in_ring}, **options).asm["ptx"]
                     # Whole vectors, or nothing is gained.
@@ -785,7 +792,7 @@ def test_one_launch_each_way_and_the_host_never_waits(shape):
 @pytest.mark.parametrize("least", [0, 1 << 40], ids=["shared memory", "L2"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_a_thousand_calls_give_one_bit_pattern(kernels, monkeypatch, layout, least):
-    monkeypatch.setattr(kernels, "RING_LEAST", least)
+    monkeypatch.setattr(kernels.plans, "RING_LEAST", least)
     x, dz = (torch.randn(16, 64, 40, 41, device="cuda").half().contiguous(memory_format=layout) for _ in range(2))
     want = train(x, dz)
     assert all(all(torch.equal(a, b) for a, b in zip(train(x, dz), want, strict=True)) for _ in range(1000))
@@ -825,7 +832,7 @@ def test_twenty_processes_give_one_bit_pattern():
 SANITIZED = """
 import torch
 from inplace_abn import InPlaceABN, kernels
-kernels.RING_LEAST = 0
+kernels.plans.RING_LEAST = 0
 torch.manual_seed(0)
 for shape, layout, residual in (
     ((4, 40, 28, 28), torch.contiguous_format, False),
@@ -875,7 +882,7 @@ def test_the_sanitizer_finds_nothing(tool):
 @pytest.mark.parametrize("least", [0, 1 << 40], ids=["shared memory", "L2"])
 def test_teams_finish_beside_work_that_fills_the_card(kernels, monkeypatch, least):
     """On two streams at once, and with large products on a third."""
-    monkeypatch.setattr(kernels, "RING_LEAST", least)
+    monkeypatch.setattr(kernels.plans, "RING_LEAST", least)
     x, dz = (torch.randn(32, 64, 56, 56, device="cuda") for _ in range(2))
     want = train(x, dz)
     square = torch.randn(8192, 8192, device="cuda")
@@ -897,7 +904,7 @@ def test_teams_finish_beside_work_that_fills_the_card(kernels, monkeypatch, leas
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("least", [0, 1 << 40], ids=["shared memory", "L2"])
 def test_a_captured_graph_replays_bit_for_bit(kernels, monkeypatch, least):
-    monkeypatch.setattr(kernels, "RING_LEAST", least)
+    monkeypatch.setattr(kernels.plans, "RING_LEAST", least)
     layer, twin = InPlaceABN(16).cuda(), InPlaceABN(16).cuda()
     x = torch.randn(8, 16, 28, 28, device="cuda", requires_grad=True)
     side = torch.cuda.Stream()

@@ -1,0 +1,299 @@
+"""How kernels are started: planned and compiled once for calls of a kind, with room for what their programs exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import activations
+from . import device, plans
+
+try:
+    from . import ring
+except ImportError:  # a Triton whose Gluon lacks something
+    ring = None  # type: ignore[assignment]
+
+
+class Launch(NamedTuple):
+    """A kernel with all that does not change from call to call; ``run(stream, pointers, floats)`` starts it, if they are aligned.
+
+    ``words`` is what members of a team exchange, ``room`` the counters and partial results of a crew; 0 where there are none.
+    """
+
+    kernel: Any
+    grid: int
+    words: int
+    room: tuple[int, int]
+    numbers: tuple[int | float, ...]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    run: Callable[[int, list[int], tuple[float, ...]], None] | None
+
+
+def _capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _stream(x: Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+
+
+# By device and stream, since launches on two streams may overlap. Zero at first; every launch leaves them fit for the next.
+WORDS: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+
+
+def _words(x: Tensor, stream: int, many: int) -> tuple[Tensor, Tensor]:
+    """Room for what members exchange, and the epoch with its count of finished programs."""
+    # Graphs captured on one stream may be replayed on several: each launch gets words of its own.
+    if _capturing(x):
+        return _fresh_words(x.device, many)
+    key = x.device, stream
+    if key not in WORDS or WORDS[key][0].numel() < many:
+        WORDS[key] = _to_stay(_fresh_words, x.device, triton.next_power_of_2(many))
+    return WORDS[key]
+
+
+def _fresh_words(where: torch.device, many: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(many, dtype=torch.int64, device=where), torch.zeros(2, dtype=torch.int32, device=where)
+
+
+@cache
+def _counters(where: torch.device, stream: int, slabs: int, floats: int) -> tuple[Tensor, Tensor]:
+    """Room for partial results, and arrival counters, which every launch leaves at zero; by stream: launches may overlap."""
+    return _to_stay(_fresh_counters, where, slabs, floats)
+
+
+def _fresh_counters(where: torch.device, slabs: int, floats: int) -> tuple[Tensor, Tensor]:
+    return torch.empty(floats, dtype=torch.float32, device=where), torch.zeros(slabs, dtype=torch.int32, device=where)
+
+
+def _to_stay(make: Callable[..., tuple[Tensor, Tensor]], where: torch.device, *sizes: int) -> tuple[Tensor, Tensor]:
+    """What a maker makes on the current stream, out of the allocator's common pool.
+
+    A thread may have been given a pool, as by torch.compile with CUDA graphs, in which nothing may stay: another thread makes it.
+    """
+    if where.type != "cuda":
+        return make(where, *sizes)
+    stream = torch.cuda.current_stream(where)
+
+    def there() -> tuple[Tensor, Tensor]:
+        with torch.cuda.stream(stream):
+            return make(where, *sizes)
+
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(there).result()
+
+
+def on(x: Tensor) -> AbstractContextManager[Any]:
+    """Launches go to the current device: make it x's."""
+    if not x.is_cuda or torch._C._cuda_getDevice() == x.device.index:
+        return nullcontext()
+    return torch.cuda.device(x.device)
+
+
+# By what a call looks like; None where the card cannot hold a team.
+LAUNCHES: dict[tuple[Any, ...], Launch | None] = {}
+# The flags that keys of these name by identity.
+KEPT: list[dict[str, Any]] = []
+
+
+def launch(
+    kernel: Any, maps: int, twice: int, tensors: list[Tensor], floats: tuple[float, ...], flags: dict[str, Any]
+) -> bool:
+    """Run a kernel; False where the card cannot. The arguments are those of :func:`planned`."""
+    launch = planned(kernel, maps, twice, tensors, floats, flags)
+    if launch is None:
+        return False
+    start(launch, tensors, floats)
+    return True
+
+
+def planned(
+    kernel: Any, maps: int, twice: int, tensors: list[Tensor], floats: tuple[float, ...], flags: dict[str, Any]
+) -> Launch | None:
+    """How to run a kernel on tensors like these, planned and compiled on the first call of its kind; None where the card cannot.
+
+    The first ``maps`` of the tensors are full-sized. ``twice`` says how many of these one launch reads twice, by a team, and
+    is to find in the cache the second time; 0 for the kernels whose members do not wait. Flags come out of a cache.
+    """
+    x = tensors[0]
+    aligned = not reduce(or_, [t.data_ptr() for t in tensors[:maps]]) % 16
+    # All that a plan depends on, or that is compiled into a kernel. By identity what stays: it is quicker than by contents.
+    key = (id(kernel), id(flags), x.shape, x.stride(), x.device, aligned, *[t.dtype for t in tensors])
+    try:
+        return LAUNCHES[key]
+    except KeyError:
+        # An identity belongs to what lives: of flags that two threads made at once, the cache drops one.
+        KEPT.append(flags)
+        launch = LAUNCHES[key] = _prepare(kernel, aligned, maps, twice, tensors, tuple(map(float, floats)), flags)
+        return launch
+
+
+def start(launch: Launch, tensors: list[Tensor], floats: tuple[float, ...]) -> None:
+    """Run what was planned."""
+    x = tensors[0]
+    stream = _stream(x)
+    if launch.words:
+        tensors = [*tensors, *_words(x, stream, launch.words)]
+    elif launch.room[0]:
+        room = _fresh_counters(x.device, *launch.room) if _capturing(x) else _counters(x.device, stream, *launch.room)
+        tensors = [*tensors, *room]
+    pointers = [t.data_ptr() for t in tensors]
+    # Compiled for pointers aligned as torch allocates; parameters cut out of a larger tensor may not be.
+    if launch.run is None or reduce(or_, pointers) % 16:
+        # An integer would be compiled into the kernel, and stay there.
+        arguments = (*tensors, *launch.numbers, *map(float, floats))
+        launch.kernel[(launch.grid,)](*arguments, **launch.constants, **launch.options)
+    else:
+        launch.run(stream, pointers, floats)
+
+
+def _prepare(
+    kernel: Any,
+    aligned: bool,
+    maps: int,
+    twice: int,
+    tensors: list[Tensor],
+    floats: tuple[float, ...],
+    flags: dict[str, Any],
+) -> Launch | None:
+    x, where, place = tensors[0], plans.card(tensors[0].device), plans.layout(tensors[0])
+    assert place is not None
+    if ring is not None and where.copies and aligned and twice:
+        launch = _ring_launch(kernel, maps, twice, tensors, floats, flags, place, where)
+        if launch is not None:
+            return launch
+    c = plans.cut(place, x.element_size(), aligned)
+    sums, inner = "partial_ptr" in kernel.arg_names, c.constants["INNER"]
+    each = plans.CREW if not inner else plans.CREW_THAT_SUMS if sums else plans.CREW_THAT_MAPS
+    t = plans.team(c, twice, where) if twice else plans.crew(c, where, each)
+    if t is None:
+        return None
+    w, threads = c.constants["W"], 32 * plans.WARPS
+    where_it_lies = (place.rows, place.channels, place.pixels, place.row_stride, place.channel_stride, c.across)
+    numbers: tuple[int | float, ...] = (*where_it_lies, t.chunks, t.per)
+    options: dict[str, Any] = {"num_warps": plans.WARPS}
+    words, room = 0, (0, 0)
+    if twice:
+        shared = t.S > 1
+        mw = 1 if w == 1 else min(w, triton.next_power_of_2(triton.cdiv(w, t.S)))
+        block = max(triton.next_power_of_2(t.S), threads // (2 * mw))
+        constants = {**flags, **c.constants, "SHARED": shared, "MW": mw, "BS": block, "THREADS": threads}
+        numbers += (c.slabs, t.S, t.G, x.numel() / x.shape[1])
+        options |= {"maxnreg": plans.registers(inner), "launch_cooperative_grid": shared}
+        words = 8 * w * t.S * t.G if shared else 1
+    else:
+        # BS: how many partial results the last member loads at once.
+        constants = {**flags, **c.constants, "BS": min(triton.next_power_of_2(t.S), max(1, plans.TILE // w))}
+        numbers += (t.S,)
+        if sums:
+            # In powers of two, so that few sizes serve all layers.
+            room = triton.next_power_of_2(c.slabs), triton.next_power_of_2(c.slabs * t.S * 2 * w)
+        if inner:
+            read = 1 + ("dz_ptr" in kernel.arg_names) + flags["RESIDUAL"]
+            # Where one map is read and one written, other programs' loads are as good.
+            single = kernel is device.transform_kernel
+            constants["STAGES"] = 1 if single else plans.stages(read * plans.TILE * x.element_size(), where)
+            if kernel is device.sums_kernel:
+                options["maxnreg"] = where.registers // (plans.CREW_THAT_SUMS * threads)
+    constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+    run = None
+    if x.is_cuda:
+        extra = _fresh_words(x.device, 1) if words else _fresh_counters(x.device, 1, 1) if room[0] else ()
+        built = _build(kernel, maps, tensors, extra, (*numbers, *floats), constants, options)
+        run = _runner(built, t.S * t.G, numbers, tuple(constants.values()))
+        if not twice and "maxnreg" in options and built.n_spills:
+            # Some activations need more; then fewer programs are resident.
+            del options["maxnreg"]
+            built = _build(kernel, maps, tensors, extra, (*numbers, *floats), constants, options)
+            run = _runner(built, t.S * t.G, numbers, tuple(constants.values()))
+        held = plans.resident(built.n_regs, built.metadata.shared, plans.WARPS, where) * where.processors
+        if words and shared and held < t.S * t.G:
+            return None
+        if not aligned:
+            run = None
+    return Launch(kernel, t.S * t.G, words, room, numbers, constants, options, run)
+
+
+def _ring_launch(
+    kernel: Any,
+    maps: int,
+    twice: int,
+    tensors: list[Tensor],
+    floats: tuple[float, ...],
+    flags: dict[str, Any],
+    place: plans.Layout,
+    where: plans.Card,
+) -> Launch | None:
+    """The launch of a fused kernel that holds its maps in shared memory; None where the card cannot."""
+    x, forward = tensors[0], kernel is device.forward_kernel
+    c = plans.ring_of(place, x.element_size(), twice + (forward and flags["RESIDUAL"]), twice, where)
+    if c is None:
+        return None
+    kernel = ring.forward_kernel if forward else ring.backward_kernel
+    constants = {
+        **flags, "V": c.V, "EDGES": c.edges, "LINES": c.lines, "T": c.T, "LAG": c.lag, "AHEAD": c.ahead,
+        "BS": max(triton.next_power_of_2(c.S), 32 * plans.RING_WARPS), "WARPS": plans.RING_WARPS,
+    }  # fmt: skip
+    constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+    numbers = (
+        place.rows, place.pixels, place.row_stride, place.channel_stride, place.pixels // c.V, c.vectors, c.share,
+        place.channels, c.S, c.G, x.numel() / x.shape[1],
+    )  # fmt: skip
+    options = {"num_warps": plans.RING_WARPS, "maxnreg": c.registers, "launch_cooperative_grid": True}
+    try:
+        built = _build(kernel, maps, tensors, _fresh_words(x.device, 1), (*numbers, *floats), constants, options)
+        # This loads it: how many registers it has is not known before.
+        run = _runner(built, c.S * c.G, numbers, tuple(constants.values()))
+    except Exception as error:
+        # Gluon is an experiment of Triton's, and may change.
+        activations.warn_once(
+            f"Triton {triton.__version__} does not compile the kernels that hold maps in shared memory "
+            f"({type(error).__name__}: {str(error)[:200]}): the slower ones are used. inplace_abn knows Triton 3.6 and 3.7."
+        )
+        return None
+    if plans.resident(built.n_regs, built.metadata.shared, plans.RING_WARPS, where) * where.processors < c.S * c.G:
+        return None
+    return Launch(kernel, c.S * c.G, 8 * c.S * c.G, (0, 0), numbers, constants, options, run)
+
+
+def _build(
+    kernel: Any,
+    maps: int,
+    tensors: list[Tensor],
+    extra: tuple[Tensor, ...],
+    numbers: tuple[int | float, ...],
+    constants: dict[str, Any],
+    options: dict[str, Any],
+) -> Any:
+    """The compiled kernel; vectors that happen to be unaligned get copies for this: such calls go without it."""
+    alike = [*tensors[:maps], *(v if v.data_ptr() % 16 == 0 else v.clone() for v in tensors[maps:])]
+    return kernel.warmup(*alike, *extra, *numbers, **constants, **options, grid=(1,))
+
+
+def _runner(
+    built: Any, grid: int, numbers: tuple[int | float, ...], constants: tuple[Any, ...]
+) -> Callable[[int, list[int], tuple[float, ...]], None]:
+    """Starts a compiled kernel; Triton's own way describes each launch to profilers, even where none listens."""
+    told = built[(grid, 1, 1)]
+    launcher, function, metadata, hooks = built.run, built.function, built.packed_metadata, triton.knobs.runtime
+
+    def run(stream: int, pointers: list[int], floats: tuple[float, ...]) -> None:
+        before, after = hooks.launch_enter_hook, hooks.launch_exit_hook
+        # Chains of listeners, or, as they once were, a single one.
+        if getattr(before, "calls", before) or getattr(after, "calls", after):
+            told(*pointers, *numbers, *floats, *constants, stream=stream)
+        else:
+            launcher(
+                grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *floats, *constants
+            )  # fmt: skip
+
+    return run

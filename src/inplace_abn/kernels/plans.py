@@ -1,0 +1,305 @@
+"""How a launch is cut up: layouts, cards, tiles, and who works on what. No tensor is touched here, and nothing is compiled."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+# Elements per tile and warps per program: 16 elements a thread.
+TILE = 4096
+WARPS = 8
+# What a row of a slab spans where channels are innermost: one line of the L2 cache.
+LINE_BYTES = 128
+# Pixels of a channel that are few: several channels make a slab then, of at least so many bytes of an image and at most so many
+# channels, whose sums are folded in registers. At 7×7 that halves the time of a forward of 128 × 2048 channels in bfloat16.
+FEW = 64
+PACK_BYTES = 512
+PACK_CHANNELS = 32
+# Shares of the L2 cache for slabs between their two readings, the best first; what is being written needs the rest.
+L2_SHARES = (0.65, 0.55, 0.45)
+# Programs per processor where none waits for another, and the most on one slab, whose results one program adds up. With channels
+# innermost, measured: few where sums are to be added up, as many as are resident at best, and many more where not.
+CREW = 8
+CREW_OF_SLAB = 256
+CREW_THAT_SUMS = 4
+CREW_THAT_MAPS = 16
+# Where maps are held in shared memory: warps of a program, programs on a processor at most, bytes of a tile of all maps, tiles
+# for which a program should have room, and tiles that it goes on with between publishing its sums and collecting those of all.
+RING_WARPS = 4
+RING_PROGRAMS = 3
+RING_BYTES = 8192
+RING_TILES = 9
+RING_SLACK = 2
+# Bytes of a map below which the L2 cache serves as well; a quarter of it where vectors are short.
+RING_LEAST = 32 << 20
+# Pixels of a channel below which edges of rows that start anywhere count too much.
+RING_PIXELS = 512
+
+
+def registers(inner: bool) -> int:
+    """Per thread of a fused kernel: 4 programs on a processor of 65,536, or 2, since exchanging whole lines is dear."""
+    return 96 if inner else 64
+
+
+class Layout(NamedTuple):
+    """A tensor as rows (images, or pixels where channels are inner) of a channel, and the strides between them."""
+
+    inner: bool
+    rows: int
+    channels: int
+    pixels: int
+    row_stride: int
+    channel_stride: int
+
+
+class Card(NamedTuple):
+    """What plans depend on; ``copies`` says whether memory can be copied into shared memory while programs go on."""
+
+    processors: int
+    registers: int
+    threads: int
+    shared: int
+    l2: int
+    copies: bool
+
+
+class Cut(NamedTuple):
+    """A layout in slabs and tiles: constants of every kernel, rows of tiles, and tiles in each along which members walk."""
+
+    constants: dict[str, Any]
+    slabs: int
+    blocks: int
+    across: int
+    slab_bytes: int
+
+
+class Team(NamedTuple):
+    """Who works on a slab: S members, each with up to ``per`` tiles of one of the ``chunks`` of a block; G slabs at a time."""
+
+    chunks: int
+    per: int
+    S: int
+    G: int
+
+
+class Ring(NamedTuple):
+    """A channel in vectors of V, of which S members have ``share`` each, in T tiles of ``lines``; G channels at a time.
+
+    ``lag`` is the number of tiles between adding one up and transforming it, ``ahead`` that of tiles being copied. Where rows
+    start anywhere, a member has so many ``edges``: elements before the first and behind the last whole vector of some rows.
+    """
+
+    V: int
+    edges: int
+    lines: int
+    T: int
+    lag: int
+    ahead: int
+    vectors: int
+    share: int
+    S: int
+    G: int
+    registers: int
+
+
+def layout(x: Tensor) -> Layout | None:
+    """See x as channels outer or inner, or say that its strides allow neither."""
+    place = _layout(x.shape, x.stride())
+    # Kernels count rows and pixels in 32 bits; offsets have 64.
+    return place if place is not None and max(place.rows, place.pixels) < 1 << 30 else None
+
+
+@lru_cache(maxsize=4096)
+def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout | None:
+    images, channels = shape[:2]
+    step, pixels = None, 1
+    for size, stride in zip(shape[:1:-1], strides[:1:-1], strict=True):
+        if size > 1:
+            step = stride if step is None else step
+            # The spatial dimensions must run through memory as one.
+            if stride != pixels * step:
+                return None
+            pixels *= size
+    channels_touch = channels == 1 or strides[1] == 1
+    if step is None:
+        return Layout(channels_touch, images, channels, 1, strides[0], 1 if channels_touch else strides[1])
+    if step == 1:
+        # What a single image or channel has for a stride means nothing.
+        apart = strides[1] if channels > 1 else pixels
+        return Layout(False, images, channels, pixels, strides[0] if images > 1 else channels * apart, apart)
+    if channels_touch and (images == 1 or strides[0] == pixels * step):
+        return Layout(True, images * pixels, channels, 1, step, 1)
+    return None
+
+
+@cache
+def card(where: torch.device) -> Card:
+    """The card's figures; without a GPU, those of a small one, for tests in Triton's interpreter."""
+    if where.type != "cuda":
+        return Card(1, registers(True) * 32 * WARPS, 32 * WARPS, 1 << 16, 1 << 20, False)
+    has: Any = torch.cuda.get_device_properties(where)
+    return Card(
+        has.multi_processor_count,
+        has.regs_per_multiprocessor,
+        has.max_threads_per_multi_processor,
+        has.shared_memory_per_multiprocessor,
+        has.L2_cache_size,
+        torch.version.hip is None and has.major >= 8,
+    )
+
+
+@lru_cache(maxsize=4096)
+def cut(place: Layout, itemsize: int, aligned: bool) -> Cut:
+    """Cut a layout into slabs and tiles."""
+    vector = 16 // itemsize if aligned else 1
+    packed = _packed(place, itemsize, vector)
+    if packed:
+        w, vector = packed
+        width = triton.next_power_of_2(w * place.pixels)
+        height = min(TILE // width, triton.next_power_of_2(place.rows))
+        blocks, across, edges = 1, triton.cdiv(place.rows, height), False
+    elif place.inner:
+        while place.row_stride % vector or place.channels % vector:
+            vector //= 2
+        width = w = min(LINE_BYTES // itemsize, triton.next_power_of_2(place.channels))
+        vector = min(vector, width)
+        height = min(TILE // width, triton.next_power_of_2(place.rows))
+        blocks, across, edges = 1, triton.cdiv(place.rows, height), False
+    else:
+        # A row of few vectors is mostly edge.
+        vector = vector if place.pixels >= 2 * vector else 1
+        edges = bool(place.pixels % vector or place.row_stride % vector or place.channel_stride % vector)
+        w = 1
+        shapes = []
+        width = vector
+        while width <= min(TILE, triton.next_power_of_2(place.pixels)):
+            height = min(TILE // width, triton.next_power_of_2(place.rows))
+            blocks, across = triton.cdiv(place.rows, height), triton.cdiv(place.pixels, width)
+            # A tile costs something even where it is small.
+            cost = blocks * across * (height * width + TILE // 4)
+            shapes.append((cost, blocks, across, height, width))
+            width *= 2
+        # Long runs of memory, where they cost little more than short ones.
+        least = min(shapes)[0]
+        _, blocks, across, height, width = [s for s in shapes if s[0] <= 1.07 * least][-1]
+    inner = place.inner or bool(packed)
+    constants = {
+        "INNER": inner, "BR": height, "BC": width, "W": w, "V": vector,
+        # Rows that a thread adds up apart; no more than there are, where vectors are short.
+        "U": min(height, max(1, height * width // (32 * WARPS * vector))) if inner else 1,
+        "EDGES": edges, "WHOLE": place.channels % w == 0, "STAGES": 3 if inner else 1,
+    }  # fmt: skip
+    bytes_of_slab = place.rows * place.pixels * w * itemsize
+    return Cut(constants, triton.cdiv(place.channels, w), blocks, across, bytes_of_slab)
+
+
+def _packed(place: Layout, itemsize: int, vector: int) -> tuple[int, int] | None:
+    """Channels of a slab and the vectors it is read in, where channels lie behind each other and have few pixels each."""
+    if place.inner or not 1 < place.pixels <= FEW or place.channel_stride != place.pixels:
+        return None
+    w = 1
+    while w * place.pixels * itemsize < PACK_BYTES or w * place.pixels % vector:
+        w *= 2
+    if not 1 < w <= min(PACK_CHANNELS, place.channels) or w * place.pixels > TILE:
+        return None
+    while place.row_stride % vector or place.channels * place.pixels % vector:
+        vector //= 2
+    return w, vector
+
+
+def _members(c: Cut, most: int) -> tuple[int, int, int]:
+    """chunks, per and S of a team of at most so many (but one for each block)."""
+    per = triton.cdiv(c.across, max(1, min(c.across, most // c.blocks)))
+    chunks = triton.cdiv(c.across, per)
+    return chunks, per, c.blocks * chunks
+
+
+def team(c: Cut, tensors: int, where: Card) -> Team | None:
+    """Who shares a slab within one launch, as many slabs at a time as the L2 cache holds.
+
+    None if the members of a slab cannot all be resident, or if one launch would not pay: with channels innermost a slab is a
+    strip of every row. Long rows come from memory faster whole, and a strip too large for the cache is read twice anyhow.
+    """
+    inner = c.constants["INNER"]
+    programs = where.processors * (where.registers // (registers(inner) * 32 * WARPS))
+    held = tensors * c.slab_bytes
+    room = [int(share * where.l2) for share in L2_SHARES]
+    packed = c.constants["W"] < c.constants["BC"]
+    if inner and not packed and c.slabs > 1 and (held > room[0] or (c.slabs >= 8 and c.slabs * held > room[0])):
+        return None
+    teams = []
+    for bytes_of_cache in room:
+        slabs = _even(c.slabs, max(1, min(bytes_of_cache // held, programs // c.blocks)))
+        chunks, per, members = _members(c, programs // slabs)
+        if members * slabs <= programs:
+            teams.append(Team(chunks, per, members, slabs))
+    # The fullest card.
+    return max(teams, key=lambda t: t.S * t.G, default=None)
+
+
+def _even(slabs: int, most: int) -> int:
+    """How many slabs at a time, at most so many, if the last round is to have as many as the others."""
+    rounds: int = triton.cdiv(slabs, most)
+    return -(-slabs // rounds)
+
+
+def crew(c: Cut, where: Card, each: int = CREW) -> Team:
+    """Who works on a slab where nobody waits: enough programs to fill the card some times over, so many on each processor."""
+    chunks, per, members = _members(c, max(1, min(CREW_OF_SLAB, each * where.processors // c.slabs)))
+    return Team(chunks, per, members, c.slabs)
+
+
+def ring_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> Ring | None:
+    """How a channel is held in shared memory by its members, out of so many maps, of which so many stay until the transform.
+
+    None if the map is small, its rows short and start anywhere, or a channel too large for all programs or offsets of 32 bits.
+    Measured: a round costs what it copies, a quarter of what its tiles could hold, and 256 vectors; one tile ahead is too little.
+    """
+    if place.inner or place.pixels <= FEW or place.rows * place.row_stride >= (1 << 31) - 64:
+        return None
+    V = 16 // itemsize
+    while place.pixels % V or place.row_stride % V or place.channel_stride % V:
+        V //= 2
+    if place.rows * place.channels * place.pixels * itemsize < RING_LEAST // (1 if V * itemsize == 16 else 4):
+        return None
+    apart = V * itemsize < 8
+    if apart:
+        V = 16 // itemsize
+    # What a program has beside its tiles: 1 KiB of the system's, and what reductions need.
+    each = min(RING_PROGRAMS, where.shared // (RING_TILES * RING_BYTES + 1536))
+    if not each or (apart and place.pixels < RING_PIXELS):
+        return None
+    lines = 1 << (RING_BYTES // maps // (V * itemsize)).bit_length() - 1
+    tiles = (where.shared // each - 1536) // (lines * V * itemsize)
+    vectors, programs = place.rows * (place.pixels // V), each * where.processors
+    best: tuple[float, Ring | None] = (float("inf"), None)
+    for G in range(1, min(programs, place.channels) + 1):
+        share = triton.cdiv(vectors, programs // G)
+        T, S = triton.cdiv(share, lines), triton.cdiv(vectors, share)
+        lag = T + min(T, RING_SLACK)
+        # Each map that stays takes lag + ahead + 1 tiles, each other one ahead + 1.
+        ahead = min((tiles - held * lag) // maps - 1, lag)
+        # Three maps of one channel alone were measured slower than reading them twice.
+        if ahead < 1 or G == 1 < maps - 1:
+            continue
+        cost = (triton.cdiv(place.channels, G) + 0.5) * (share + T * lines / 4 + 256) * (1.06 if ahead == 1 else 1.0)
+        if cost < best[0]:
+            limit = min(255, where.registers // (each * 32 * RING_WARPS) // 8 * 8)
+            edges = triton.next_power_of_2(triton.cdiv(place.rows, S)) * 2 * V if apart else 0
+            best = cost, Ring(V, edges, lines, T, lag, ahead, vectors, share, S, G, limit)
+    return best[1]
+
+
+def stages(read: int, where: Card) -> int:
+    """How many tiles, of so many bytes, a loop has in hand, if two programs are to fit on a processor."""
+    return min(4, max(1, 1 + where.shared // 2 // read))
+
+
+def resident(registers: int, shared: int, warps: int, where: Card) -> int:
+    """How many programs of a compiled kernel one processor holds: registers come by eights, shared memory with 1 KiB besides."""
+    registers, threads = -(-max(registers, 16) // 8) * 8, 32 * warps
+    return min(where.registers // (registers * threads), where.shared // (shared + 1024), where.threads // threads)

@@ -43,7 +43,7 @@ def raw(x):
 
 
 def binary(name, f):
-    setattr(Tile, f"__{name}__", lambda x, y: NotImplemented if isinstance(y, Pointer) else Tile(f(x.a, raw(y))))
+    setattr(Tile, f"__{name}__", lambda x, y: Tile(f(x.a, raw(y))))
     setattr(Tile, f"__r{name}__", lambda x, y: Tile(f(raw(y), x.a)))
 
 
@@ -116,7 +116,7 @@ def trap(*_, **__):
 
 
 LANGUAGE = SimpleNamespace(
-    float32=np.float32, int32=np.int32, int64=np.int64, constexpr=lambda x: x, static_range=range, load=load, store=store,
+    float32=np.float32, int32=np.int32, int64=np.int64, static_range=range, load=load, store=store,
     atomic_add=atomic_add, reduce=reduce, debug_barrier=lambda: None, inline_asm_elementwise=trap,
     program_id=lambda _: HERE.program, num_programs=lambda _: HERE.programs, allocate_shared_memory=Shared,
     BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None,

@@ -449,7 +449,7 @@ def few_processors(kernels, monkeypatch, processors):
     monkeypatch.setattr(kernels.launches, "_runner", lambda *_: None)
     # The interpreter's programs would wait for each other for ever.
     monkeypatch.setattr(kernels.plans, "team", lambda *_: pytest.fail("no room in shared memory"))
-    where = kernels.plans.Card(processors, 65536, 2048, 3 * (9 * 256 + 1536), 1 << 20, True)
+    where = kernels.plans.Card(processors, 65536, 2048, 3 * (9 * 256 + kernels.plans.RING_BESIDE), 1 << 20, True)
     monkeypatch.setattr(kernels.plans, "card", lambda _: where)
 
 

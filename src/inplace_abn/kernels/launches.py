@@ -109,10 +109,10 @@ def launch(
     kernel: Any, maps: int, twice: int, tensors: list[Tensor], floats: tuple[float, ...], flags: dict[str, Any]
 ) -> bool:
     """Run a kernel; False where the card cannot. The arguments are those of :func:`planned`."""
-    launch = planned(kernel, maps, twice, tensors, floats, flags)
-    if launch is None:
+    found = planned(kernel, maps, twice, tensors, floats, flags)
+    if found is None:
         return False
-    start(launch, tensors, floats)
+    start(found, tensors, floats)
     return True
 
 
@@ -133,8 +133,8 @@ def planned(
     except KeyError:
         # An identity belongs to what lives: of flags that two threads made at once, the cache drops one.
         KEPT.append(flags)
-        launch = LAUNCHES[key] = _prepare(kernel, aligned, maps, twice, tensors, tuple(map(float, floats)), flags)
-        return launch
+        found = LAUNCHES[key] = _prepare(kernel, aligned, maps, twice, tensors, tuple(map(float, floats)), flags)
+        return found
 
 
 def start(launch: Launch, tensors: list[Tensor], floats: tuple[float, ...]) -> None:
@@ -168,9 +168,9 @@ def _prepare(
     x, where, place = tensors[0], plans.card(tensors[0].device), plans.layout(tensors[0])
     assert place is not None
     if ring is not None and where.copies and aligned and twice:
-        launch = _ring_launch(kernel, maps, twice, tensors, floats, flags, place, where)
-        if launch is not None:
-            return launch
+        held = _ring_launch(kernel, maps, twice, tensors, floats, flags, place, where)
+        if held is not None:
+            return held
     c = plans.cut(place, x.element_size(), aligned)
     sums, inner = "partial_ptr" in kernel.arg_names, c.constants["INNER"]
     each = plans.CREW if not inner else plans.CREW_THAT_SUMS if sums else plans.CREW_THAT_MAPS
@@ -215,8 +215,8 @@ def _prepare(
             del options["maxnreg"]
             built = _build(kernel, maps, tensors, extra, (*numbers, *floats), constants, options)
             run = _runner(built, t.S * t.G, numbers, tuple(constants.values()))
-        held = plans.resident(built.n_regs, built.metadata.shared, plans.WARPS, where) * where.processors
-        if words and shared and held < t.S * t.G:
+        at_once = plans.resident(built.n_regs, built.metadata.shared, plans.WARPS, where) * where.processors
+        if words and shared and at_once < t.S * t.G:
             return None
         if not aligned:
             run = None

@@ -1,4 +1,4 @@
-"""How a launch is cut up: layouts, cards, tiles, and who works on what. No tensor is touched here, and nothing is compiled."""
+"""How a launch is cut up: layouts, cards, tiles, and who works on what, out of shapes, strides and the card's figures alone."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ RING_PROGRAMS = 3
 RING_BYTES = 8192
 RING_TILES = 9
 RING_SLACK = 2
+# Bytes that a program has beside its tiles: 1 KiB of the system's, and what reductions need.
+RING_BESIDE = 1536
 # Bytes of a map below which the L2 cache serves as well; a quarter of it where vectors are short.
 RING_LEAST = 32 << 20
 # Pixels of a channel below which edges of rows that start anywhere count too much.
@@ -269,12 +271,11 @@ def ring_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> 
     apart = V * itemsize < 8
     if apart:
         V = 16 // itemsize
-    # What a program has beside its tiles: 1 KiB of the system's, and what reductions need.
-    each = min(RING_PROGRAMS, where.shared // (RING_TILES * RING_BYTES + 1536))
+    each = min(RING_PROGRAMS, where.shared // (RING_TILES * RING_BYTES + RING_BESIDE))
     if not each or (apart and place.pixels < RING_PIXELS):
         return None
     lines = 1 << (RING_BYTES // maps // (V * itemsize)).bit_length() - 1
-    tiles = (where.shared // each - 1536) // (lines * V * itemsize)
+    tiles = (where.shared // each - RING_BESIDE) // (lines * V * itemsize)
     vectors, programs = place.rows * (place.pixels // V), each * where.processors
     best: tuple[float, Ring | None] = (float("inf"), None)
     for G in range(1, min(programs, place.channels) + 1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import subprocess
@@ -39,6 +38,7 @@ SHAPES = {
     "one pixel": (8, 5, 1, 1),
     "few pixels": (5, 32, 3, 3),
     "few pixels, odd": (7, 19, 3, 3),
+    "eight channels": (3, 8, 5, 7),
 }
 
 
@@ -392,6 +392,43 @@ def test_rings_fit_the_card_and_cover_the_channel(monkeypatch, figures):
     assert kernels.plans.ring_of(kernels.plans.Layout(False, 8, 64, 784, 64 * 784, 784), 2, 1, 1, where) is None
 
 
+@pytest.mark.parametrize("figures", [H200, A100, A10], ids=["H200", "A100", "A10"])
+def test_sweeps_fit_the_card_and_cover_the_rows(figures):
+    kernels = pytest.importorskip("inplace_abn.kernels")
+    where = kernels.plans.Card(*figures)
+    sizes = [(128, 256, 3136), (16, 128, 112896), (12, 4096, 9409), (8, 2048, 64), (3, 72, 5), (1, 8, 1), (500, 24, 40)]
+    places = [kernels.plans.Layout(True, n * pixels, c, 1, c, 1) for n, c, pixels in sizes]
+    places += [kernels.plans.Layout(False, n, c, 49, c * 49, 49) for n, c in ((128, 2048), (2, 24), (1000, 512))]
+    sweeps = 0
+    for place in places:
+        for itemsize, maps, held in [(2, 1, 1), (2, 2, 1), (2, 2, 2), (2, 3, 3), (4, 1, 1), (4, 3, 3)]:
+            s = kernels.plans.sweep_of(place, itemsize, maps, held, where)
+            if s is None:
+                # A row of 2 KiB at most has too few channels for so many on a small card.
+                assert place.pixels == 49 and -(-place.channels // 8) > 2 * where.processors
+                continue
+            sweeps += 1
+            assert s.V * itemsize == 16 and s.P * s.G >= place.channels > s.P * (s.G - 1)
+            assert s.W >= s.P * place.pixels and place.row_stride % s.V == s.P * place.pixels % s.V == 0
+            # A tile is whole rows of threads, and powers of two.
+            assert s.B * s.W == 32 * kernels.plans.SWEEP_WARPS * s.V and all(n & (n - 1) == 0 for n in (s.K, s.B, s.W))
+            # No member is idle, and all columns have one who adds them up.
+            assert s.S <= -(-place.rows // (s.K * s.B)) and s.S * s.columns >= 2 * s.P
+            # A slot is free before it is copied into.
+            assert 2 <= s.ahead < s.R
+            shared = s.K * s.B * s.W * itemsize * (held * s.R + (maps - held) * s.ahead)
+            beside = 8 * s.W * min(kernels.plans.SWEEP_WARPS, s.B)
+            each = kernels.plans.resident(s.registers, shared + beside, kernels.plans.SWEEP_WARPS, where)
+            assert each * where.processors >= s.S * s.G
+    assert sweeps >= 50
+    # Nothing for it: channels that are no whole vectors, many pixels, more slabs than programs, offsets of more than 32 bits.
+    odd = kernels.plans.Layout(True, 128 * 196, 1001, 1, 1001, 1)
+    outer = kernels.plans.Layout(False, 128, 256, 3136, 256 * 3136, 3136)
+    many = kernels.plans.Layout(True, 64, 1 << 20, 1, 1 << 20, 1)
+    far = kernels.plans.Layout(True, 64, 64, 1, 1 << 28, 1)
+    assert [kernels.plans.sweep_of(p, 2, 1, 1, where) for p in (odd, outer, many, far)] == [None] * 4
+
+
 def test_launches_are_described_to_those_who_listen(monkeypatch):
     """Straight to the launcher otherwise; the same arguments in the same order either way."""
     kernels = pytest.importorskip("inplace_abn.kernels")
@@ -428,28 +465,42 @@ def test_residency_follows_registers_and_shared_memory():
 
 def is_held(kernels):
     """Whether a launch held its maps in shared memory."""
-    held = {kernels.launches.ring.forward_kernel, kernels.launches.ring.backward_kernel}
-    return any(launch and launch.kernel in held for launch in kernels.launches.LAUNCHES.values())
+    return any(launch and "AHEAD" in launch.constants for launch in kernels.launches.LAUNCHES.values())
 
 
-def few_processors(kernels, monkeypatch, processors):
-    """As if the card had so many; small maps are held in shared memory, too. On a CPU by threads, in tiles of 256 bytes."""
-    monkeypatch.setattr(kernels.plans, "RING_LEAST", 0)
+def hold(kernels, monkeypatch, held):
+    """Small maps in shared memory, too, or none."""
+    if held:
+        monkeypatch.setattr(kernels.plans, "RING_LEAST", 0)
+    else:
+        monkeypatch.setattr(kernels.launches, "ring", None)
+
+
+def few_processors(kernels, monkeypatch, processors, swept=False):
+    """As if the card had so many; small maps are held in shared memory, too. On a CPU by threads, in small tiles."""
+    hold(kernels, monkeypatch, True)
     if DEVICE == "cuda":
         card = kernels.plans.card
         monkeypatch.setattr(kernels.plans, "card", lambda where: card(where)._replace(processors=processors))
         return
-    held = SimpleNamespace(
-        forward_kernel=Kernel(kernels.launches.ring.forward_kernel),
-        backward_kernel=Kernel(kernels.launches.ring.backward_kernel),
-    )
-    monkeypatch.setattr(kernels.launches, "ring", held)
+    for name in ("ring", "sweep"):
+        room = getattr(kernels.launches, name)
+        emulated = SimpleNamespace(
+            forward_kernel=Kernel(room.forward_kernel), backward_kernel=Kernel(room.backward_kernel)
+        )
+        monkeypatch.setattr(kernels.launches, name, emulated)
     monkeypatch.setattr(kernels.plans, "RING_BYTES", 256)
     monkeypatch.setattr(kernels.plans, "RING_PIXELS", 65)
+    # Several channels in a row are no less than that on a GPU.
+    monkeypatch.setattr(kernels.plans, "TILE", 4096 if swept else 256)
+    monkeypatch.setattr(kernels.plans, "SWEEP_BYTES", 4096)
+    monkeypatch.setattr(kernels.plans, "SWEEP_WARPS", 2)
+    monkeypatch.setattr(kernels.plans, "SWEEP_AHEAD", 3)
     monkeypatch.setattr(kernels.launches, "_runner", lambda *_: None)
     # The interpreter's programs would wait for each other for ever.
     monkeypatch.setattr(kernels.plans, "team", lambda *_: pytest.fail("no room in shared memory"))
-    where = kernels.plans.Card(processors, 65536, 2048, 3 * (9 * 256 + kernels.plans.RING_BESIDE), 1 << 20, True)
+    shared = 2 * (7 * 4096 + 4096) if swept else 3 * (9 * 256 + kernels.plans.RING_BESIDE)
+    where = kernels.plans.Card(processors, 65536, 2048, shared, 1 << 20, True)
     monkeypatch.setattr(kernels.plans, "card", lambda _: where)
 
 
@@ -464,6 +515,20 @@ HELD = {
     "edges, many rows": ((70, 3, 23, 25), "contiguous", 8),
     "edges, many members": ((3, 4, 97, 97), "contiguous", 132),
 }
+SWEPT = {
+    "many members": ((32, 256, 28, 28), "channels_last", 132),
+    "many slabs": ((4, 2048, 7, 9), "channels_last", 132),
+    "wide": ((64, 128, 100, 100), "channels_last", 132),
+    "more than is held": ((64, 24, 40, 40), "channels_last", 2),
+    "some channels of a slab": ((3, 1000, 9, 11), "channels_last", 40),
+    "little to do": ((2, 8, 6, 6), "channels_last", 132),
+    "rank 5": ((3, 16, 5, 6, 7), "channels_last", 3),
+    "rank 2": ((1000, 72), "contiguous", 2),
+    "few pixels": ((128, 512, 7, 7), "contiguous", 132),
+    "few pixels, one member": ((128, 64, 7, 7), "contiguous", 4),
+    "few pixels, more than is held": ((700, 24, 7, 7), "contiguous", 2),
+    "few pixels, more channels": ((40, 24, 5, 6), "contiguous", 9),
+}
 if DEVICE == "cpu":
     HELD = {
         "many members": ((5, 3, 16, 16), "contiguous", 9),
@@ -475,25 +540,41 @@ if DEVICE == "cpu":
         "edges": ((3, 6, 9, 9), "contiguous", 2),
         "edges, many rows": ((11, 3, 7, 11), "contiguous", 5),
     }
+    SWEPT = {
+        "many members": ((6, 32, 13, 14), "channels_last", 9),
+        "more than is held": ((9, 24, 23, 16), "channels_last", 1),
+        "some channels of a slab": ((3, 72, 9, 7), "channels_last", 3),
+        "little to do": ((2, 8, 6, 6), "channels_last", 3),
+        "rank 2": ((100, 40), "contiguous", 2),
+        "few pixels": ((40, 16, 5, 6), "contiguous", 6),
+        "few pixels, more than is held": ((97, 16, 7, 7), "contiguous", 2),
+        "few pixels, more channels": ((9, 24, 5, 6), "contiguous", 8),
+    }
 
 
 @runs_here
 @pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape, layout, processors", HELD.values(), ids=HELD)
-def test_maps_held_in_shared_memory(kernels, monkeypatch, shape, layout, processors, dtype, residual):
-    """Few processors have many rounds; many have teams of many members."""
+@pytest.mark.parametrize(
+    "room, case",
+    [*(("ring", name) for name in HELD), *(("sweep", name) for name in SWEPT)],
+    ids=lambda v: v.replace(" ", "_"),
+)
+def test_maps_held_in_shared_memory(kernels, monkeypatch, room, case, dtype, residual):
+    """Few processors have many rounds, or tiles; many have teams of many members."""
     if dtype is (torch.bfloat16 if DEVICE == "cpu" else torch.float16):
         pytest.skip("of the 16-bit numbers one is enough, and numpy has no bfloat16")
-    few_processors(kernels, monkeypatch, processors)
+    shape, layout, processors = HELD[case] if room == "ring" else SWEPT[case]
+    few_processors(kernels, monkeypatch, processors, room == "sweep")
     # Means that lie apart: moments taken about another channel's sample would cost digits.
     step(kernels, shape, layout, dtype, "leaky_relu", 0.01, 0.1, residual=residual, spread=20.0)
     fused = {launch.kernel for launch in kernels.launches.LAUNCHES.values() if launch and launch.words}
-    assert fused == {kernels.launches.ring.forward_kernel, kernels.launches.ring.backward_kernel}
+    used = getattr(kernels.launches, room)
+    assert fused == {used.forward_kernel, used.backward_kernel}
 
 
 @runs_here
-def test_a_triton_that_compiles_no_ring_is_told_once_and_does_without(kernels, monkeypatch):
+def test_a_triton_that_compiles_no_gluon_is_told_once_and_does_without(kernels, monkeypatch):
     few_processors(kernels, monkeypatch, 2)
 
     def fails(*_):
@@ -504,85 +585,47 @@ def test_a_triton_that_compiles_no_ring_is_told_once_and_does_without(kernels, m
     place, where = kernels.plans.layout(x), kernels.plans.card(x.device)
     arguments = (kernels.device.forward_kernel, 2, 1, [x] * 8, (0.1,) * 4, {"RESIDUAL": False}, place, where)
     with pytest.warns(UserWarning, match="does not compile .* async_copy"):
-        assert kernels.launches._ring_launch(*arguments) is None
-    assert kernels.launches._ring_launch(*arguments) is None
+        assert kernels.launches._held_launch(*arguments) is None
+    assert kernels.launches._held_launch(*arguments) is None
 
 
 @runs_here
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("width", [16, 67 if DEVICE == "cuda" else 13])
-def test_a_channel_that_is_held_keeps_to_itself(kernels, monkeypatch, width):
+@pytest.mark.parametrize(
+    "shape, layout",
+    [
+        ((3, 7, 9, 16), torch.contiguous_format),
+        ((3, 7, 9, 67 if DEVICE == "cuda" else 13), torch.contiguous_format),
+        ((3, 24, 9, 5), torch.channels_last),
+        ((3, 24, 7, 7), torch.contiguous_format),
+    ],
+    ids=str,
+)
+def test_a_channel_that_is_held_keeps_to_itself(kernels, monkeypatch, shape, layout):
     """What is not finite in one channel leaves its neighbours' bits as they are, at the edges of rows as well."""
-    few_processors(kernels, monkeypatch, 3)
-    keeps_to_itself(kernels, torch.randn(3, 7, 9, width, generator=torch.Generator().manual_seed(0)).half())
+    few_processors(kernels, monkeypatch, 3, shape[1] == 24)
+    clean = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half()
+    keeps_to_itself(kernels, clean.contiguous(memory_format=layout))
     assert is_held(kernels)
 
 
 @runs_here
 @pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
-def test_maps_held_in_shared_memory_with_another_activation(kernels, monkeypatch, affine):
-    few_processors(kernels, monkeypatch, 4)
-    step(
-        kernels,
-        (8, 6, 28, 28) if DEVICE == "cuda" else (2, 4, 10, 12),
-        "contiguous",
-        torch.float16,
-        "elu",
-        1.0,
-        None,
-        affine,
-    )
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_maps_held_in_shared_memory_with_another_activation(kernels, monkeypatch, layout, affine):
+    few_processors(kernels, monkeypatch, 4, layout == "channels_last")
+    shape = (8, 16, 28, 28) if DEVICE == "cuda" else (2, 8, 10, 12)
+    step(kernels, shape, layout, torch.float16, "elu", 1.0, None, affine)
+    assert is_held(kernels)
 
 
 @runs_here
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("name", ["relu", "leaky_relu", "elu"])
-def test_maps_held_in_shared_memory_from_x(kernels, monkeypatch, name):
-    few_processors(kernels, monkeypatch, 132 if DEVICE == "cuda" else 30)
-    test_from_x(kernels, "second trip", "contiguous", name)
-    assert any(
-        launch and launch.kernel is kernels.launches.ring.backward_kernel
-        for launch in kernels.launches.LAUNCHES.values()
-    )
-
-
-@pytest.mark.parametrize(
-    "rows, channels, S, G, B, T, J",
-    [(61, 32, 3, 2, 4, 3, 2), (64, 48, 4, 3, 4, 2, 4), (70, 24, 5, 1, 2, 4, 1)],
-    ids=str,
-)
-def test_the_candidate_for_strips_of_channels(monkeypatch, rows, channels, S, G, B, T, J):
-    """Of the benchmarks, on a CPU: a thread a program."""
-    pytest.importorskip("triton")
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-    strips = importlib.import_module("strips")
-    g = torch.Generator().manual_seed(0)
-    x, dz, weight, bias = (
-        torch.randn(*size, generator=g) for size in ((rows, channels), (rows, channels), (channels,), (channels,))
-    )
-    invstd, one, other = (torch.zeros(channels) for _ in range(3))
-    words, sync = torch.zeros(1 << 14, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
-    phi, a = resolve("leaky_relu", 0.1)
-    forward, inverse, backward = strips.kernels.compiled(phi)
-    constants = {"V": 4, "J": J, "B": B, "K": 2, "T": T, "LAG": T + min(2, T - 1), "AHEAD": 2, "BS": 8, "WARPS": 4}
-    constants["COLUMNS"] = 1 << (-(-8 * J // S) - 1).bit_length()
-    numbers = (rows, channels, channels, -(-rows // S), channels // (4 * J), S, G, float(rows))
-    options = {"num_warps": 4, "maxnreg": 168, "launch_cooperative_grid": True}
-    z, dx = x.clone(), torch.empty_like(x)
-    state = (weight, bias, invstd)
-    Kernel(strips.forward_kernel)[(S * G,)](
-        z, *state, words, sync, *numbers, 1e-5, a, PHI=forward, **constants, **options
-    )  # fmt: skip
-    mean, var, _ = reference.moments(x.double())
-    z64 = x.double()
-    reference.normalize_(z64, mean, (var + 1e-5).rsqrt(), weight, bias, 0.0, phi, a)
-    assert near(z, z64, rows) and near(invstd, (var + 1e-5).rsqrt(), rows)
-    Kernel(strips.backward_kernel)[(S * G,)](
-        dz, z, dx, *state, one, other, words, sync, *numbers, a, INVERSE=inverse, BACKWARD=backward, **constants, **options
-    )  # fmt: skip
-    stored = (dz.double(), z.double(), weight, bias)
-    sums = reference.sums(*stored, 0.0, phi, a, "II")
-    assert near(one, sums[0], rows) and near(other, sums[1], rows)
-    assert near(dx, reference.input_grad(*stored, invstd, *sums, rows, 0.0, phi, a, "II"), rows)
+def test_maps_held_in_shared_memory_from_x(kernels, monkeypatch, name, layout):
+    few_processors(kernels, monkeypatch, 132 if DEVICE == "cuda" else 30, layout == "channels_last")
+    test_from_x(kernels, "second trip" if layout == "contiguous" else "eight channels", layout, name)
+    assert is_held(kernels)
 
 
 @runs_here
@@ -674,10 +717,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from triton.experimental.gluon._runtime import GluonASTSource
 from inplace_abn import ACTIVATIONS, kernels
-from inplace_abn.kernels import device, ring
+from inplace_abn.kernels import device, ring, sweep
 
 NUMBERS = "rows channels pixels row_stride channel_stride across chunks per slabs S G".split()
 NUMBERS += "per_row vectors share".split()
+HELD = {k for room in (ring, sweep) for k in (room.forward_kernel, room.backward_kernel)}
 KINDS = dict.fromkeys(["x_ptr", "z_ptr", "r_ptr", "dz_ptr", "dx_ptr", "dr_ptr"], "*bf16")
 KINDS |= {"count_ptr": "*i32", "sync_ptr": "*i32", "tracked_ptr": "*i64", "words_ptr": "*i64"}
 LAYOUTS = [
@@ -693,7 +737,7 @@ def build(kernel, architecture, constants, **options):
     kinds = {n: "constexpr" if n in constants else KINDS.get(n, other(n)) for n in kernel.arg_names}
     # Addresses as torch gives them.
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n.endswith("_ptr")}
-    source = GluonASTSource if kernel in (ring.forward_kernel, ring.backward_kernel) else ASTSource
+    source = GluonASTSource if kernel in HELD else ASTSource
     return compile(source(kernel, kinds, constants, aligned), target=GPUTarget("cuda", architecture, 32),
                    options={"num_warps": kernels.plans.WARPS, **options})
 
@@ -723,6 +767,14 @@ for name, phi in ACTIVATIONS.items():
                 for kernel in (ring.forward_kernel, ring.backward_kernel):
                     text = build(kernel, architecture, {**constants, **in_ring}, **options).asm["ptx"]
                     # Whole vectors, or nothing is gained.
+                    assert "cp.async.cg.shared.global" in text and ", 0x10, " in text, text[:2000]
+            if place in LAYOUTS[2:] or not plain:
+                in_sweep = {"V": 8, "K": 2, "R": 9, "AHEAD": 3, "COLUMNS": 2, "BS": 64, "WARPS": kernels.plans.SWEEP_WARPS}
+                packed = {"P": 8, "W": 512, "B": 2, "WHOLE": False}
+                in_sweep |= packed if place is LAYOUTS[3] else {"P": 64, "W": 64, "B": 16, "WHOLE": True}
+                options = {"maxnreg": 255, "launch_cooperative_grid": True, "num_warps": kernels.plans.SWEEP_WARPS}
+                for kernel in (sweep.forward_kernel, sweep.backward_kernel):
+                    text = build(kernel, architecture, {**constants, **in_sweep}, **options).asm["ptx"]
                     assert "cp.async.cg.shared.global" in text and ", 0x10, " in text, text[:2000]
             if plain and (architecture == 90 or place is LAYOUTS[1]):
                 for kernel in (device.moments_kernel, device.transform_kernel, device.sums_kernel, device.input_grad_kernel):
@@ -789,10 +841,10 @@ def test_one_launch_each_way_and_the_host_never_waits(shape):
 
 
 @on_a_gpu
-@pytest.mark.parametrize("least", [0, 1 << 40], ids=["shared memory", "L2"])
+@pytest.mark.parametrize("held", [True, False], ids=["shared memory", "L2"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_a_thousand_calls_give_one_bit_pattern(kernels, monkeypatch, layout, least):
-    monkeypatch.setattr(kernels.plans, "RING_LEAST", least)
+def test_a_thousand_calls_give_one_bit_pattern(kernels, monkeypatch, layout, held):
+    hold(kernels, monkeypatch, held)
     x, dz = (torch.randn(16, 64, 40, 41, device="cuda").half().contiguous(memory_format=layout) for _ in range(2))
     want = train(x, dz)
     assert all(all(torch.equal(a, b) for a, b in zip(train(x, dz), want, strict=True)) for _ in range(1000))
@@ -842,6 +894,9 @@ for shape, layout, residual in (
     ((3, 9, 33, 33), torch.contiguous_format, True),
     ((3, 9, 5, 9), torch.contiguous_format, True),
     ((8, 64, 7, 7), torch.contiguous_format, False),
+    ((64, 64, 7, 7), torch.contiguous_format, True),
+    ((2, 9, 6, 6), torch.channels_last, True),
+    ((32, 128, 40, 40), torch.channels_last, True),
 ):
     layer = InPlaceABN(shape[1]).cuda()
     x, dz, r = (torch.randn(shape, device="cuda").bfloat16().contiguous(memory_format=layout) for _ in range(3))
@@ -879,10 +934,10 @@ def test_the_sanitizer_finds_nothing(tool):
 
 
 @on_a_gpu
-@pytest.mark.parametrize("least", [0, 1 << 40], ids=["shared memory", "L2"])
-def test_teams_finish_beside_work_that_fills_the_card(kernels, monkeypatch, least):
+@pytest.mark.parametrize("held", [True, False], ids=["shared memory", "L2"])
+def test_teams_finish_beside_work_that_fills_the_card(kernels, monkeypatch, held):
     """On two streams at once, and with large products on a third."""
-    monkeypatch.setattr(kernels.plans, "RING_LEAST", least)
+    hold(kernels, monkeypatch, held)
     x, dz = (torch.randn(32, 64, 56, 56, device="cuda") for _ in range(2))
     want = train(x, dz)
     square = torch.randn(8192, 8192, device="cuda")
@@ -897,14 +952,14 @@ def test_teams_finish_beside_work_that_fills_the_card(kernels, monkeypatch, leas
                 results.append(train(x, dz))
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, want, strict=True))
-    assert is_held(kernels) == (least == 0)
+    assert is_held(kernels) == held
 
 
 @on_a_gpu
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
-@pytest.mark.parametrize("least", [0, 1 << 40], ids=["shared memory", "L2"])
-def test_a_captured_graph_replays_bit_for_bit(kernels, monkeypatch, least):
-    monkeypatch.setattr(kernels.plans, "RING_LEAST", least)
+@pytest.mark.parametrize("held", [True, False], ids=["shared memory", "L2"])
+def test_a_captured_graph_replays_bit_for_bit(kernels, monkeypatch, held):
+    hold(kernels, monkeypatch, held)
     layer, twin = InPlaceABN(16).cuda(), InPlaceABN(16).cuda()
     x = torch.randn(8, 16, 28, 28, device="cuda", requires_grad=True)
     side = torch.cuda.Stream()
@@ -926,7 +981,7 @@ def test_a_captured_graph_replays_bit_for_bit(kernels, monkeypatch, least):
         assert torch.equal(z, want) and all(torch.equal(a, b) for a, b in zip(grads, want_grads, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), twin.buffers(), strict=True))
     assert layer.num_batches_tracked == 100
-    assert is_held(kernels) == (least == 0)
+    assert is_held(kernels) == held
 
 
 @on_a_gpu

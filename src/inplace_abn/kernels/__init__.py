@@ -1,10 +1,11 @@
 """The verbs of :mod:`inplace_abn.reference` as Triton kernels, for CUDA tensors: same names, same arguments.
 
 A local batch takes one launch forward and one backward. The programs that share a slab of channels exchange their sums within
-the launch, and hold the slab in shared memory until then (:mod:`.ring`), or read it a second time while it is still in the L2
-cache, so x, z and dz come from memory once. Running statistics, the counter, the guard on γ, dγ and dβ are computed inside, and
-the host never waits. Where a card cannot hold the programs of a slab at once, and for the verbs that synchronised statistics
-need one by one, there is a kernel for each verb. Which tensors they take: :func:`supports`.
+the launch, and hold the slab in shared memory until then (:mod:`.ring`), or as much of it as fits (:mod:`.sweep`), or read it
+a second time while it is still in the L2 cache (:mod:`.device`), so that little of x, z and dz comes from memory twice. Running
+statistics, the counter, the guard on γ, dγ and dβ are computed inside, and the host never waits. Where a card cannot hold the
+programs of a slab at once, and for the verbs that synchronised statistics need one by one, there is a kernel for each verb.
+Which tensors they take: :func:`supports`.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from .. import activations
 from . import device, plans
 
 try:
-    from . import ring
+    from . import ring, sweep
 except ImportError:  # a Triton whose Gluon lacks something
-    ring = None  # type: ignore[assignment]
+    ring = sweep = None  # type: ignore[assignment]
 
 
 class Launch(NamedTuple):
@@ -168,11 +168,12 @@ def _prepare(
     x, where, place = tensors[0], plans.card(tensors[0].device), plans.layout(tensors[0])
     assert place is not None
     if ring is not None and where.copies and aligned and twice:
-        held = _ring_launch(kernel, maps, twice, tensors, floats, flags, place, where)
+        held = _held_launch(kernel, maps, twice, tensors, floats, flags, place, where)
         if held is not None:
             return held
-    c = plans.cut(place, x.element_size(), aligned)
-    sums, inner = "partial_ptr" in kernel.arg_names, c.constants["INNER"]
+    sums = "partial_ptr" in kernel.arg_names
+    c = plans.cut(place, x.element_size(), aligned, plans.LINE_BYTES if sums or twice else plans.LINE_BYTES_OF_MAPS)
+    inner = c.constants["INNER"]
     each = plans.CREW if not inner else plans.CREW_THAT_SUMS if sums else plans.CREW_THAT_MAPS
     t = plans.team(c, twice, where) if twice else plans.crew(c, where, each)
     if t is None:
@@ -199,8 +200,8 @@ def _prepare(
             room = triton.next_power_of_2(c.slabs), triton.next_power_of_2(c.slabs * t.S * 2 * w)
         if inner:
             read = 1 + ("dz_ptr" in kernel.arg_names) + flags["RESIDUAL"]
-            # Where one map is read and one written, other programs' loads are as good.
-            single = kernel is device.transform_kernel
+            # Where one map is read, and written or in long tiles, other programs' loads are as good.
+            single = kernel is device.transform_kernel or (kernel is device.moments_kernel and x.element_size() == 4)
             constants["STAGES"] = 1 if single else plans.stages(read * plans.TILE * x.element_size(), where)
             if kernel is device.sums_kernel:
                 options["maxnreg"] = where.registers // (plans.CREW_THAT_SUMS * threads)
@@ -223,7 +224,7 @@ def _prepare(
     return Launch(kernel, t.S * t.G, words, room, numbers, constants, options, run)
 
 
-def _ring_launch(
+def _held_launch(
     kernel: Any,
     maps: int,
     twice: int,
@@ -235,24 +236,21 @@ def _ring_launch(
 ) -> Launch | None:
     """The launch of a fused kernel that holds its maps in shared memory; None where the card cannot."""
     x, forward = tensors[0], kernel is device.forward_kernel
-    c = plans.ring_of(place, x.element_size(), twice + (forward and flags["RESIDUAL"]), twice, where)
+    how = (place, x.element_size(), twice + (forward and flags["RESIDUAL"]), twice, where)
+    c = plans.ring_of(*how) or plans.sweep_of(*how)
     if c is None:
         return None
-    kernel = ring.forward_kernel if forward else ring.backward_kernel
-    constants = {
-        **flags, "V": c.V, "EDGES": c.edges, "LINES": c.lines, "T": c.T, "LAG": c.lag, "AHEAD": c.ahead,
-        "BS": max(triton.next_power_of_2(c.S), 32 * plans.RING_WARPS), "WARPS": plans.RING_WARPS,
-    }  # fmt: skip
+    room, warps, words, constants, numbers = _in_a_ring(c, place) if isinstance(c, plans.Ring) else _swept(c, place)
+    kernel = room.forward_kernel if forward else room.backward_kernel
+    # In a ring a member waits for words even if they are its own.
+    grid, shared, numbers = c.S * c.G, c.S > 1 or room is ring, (*numbers, x.numel() / x.shape[1])
+    constants = {**flags, **constants, "SHARED": shared, "WARPS": warps}
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
-    numbers = (
-        place.rows, place.pixels, place.row_stride, place.channel_stride, place.pixels // c.V, c.vectors, c.share,
-        place.channels, c.S, c.G, x.numel() / x.shape[1],
-    )  # fmt: skip
-    options = {"num_warps": plans.RING_WARPS, "maxnreg": c.registers, "launch_cooperative_grid": True}
+    options = {"num_warps": warps, "maxnreg": c.registers, "launch_cooperative_grid": shared}
     try:
         built = _build(kernel, maps, tensors, _fresh_words(x.device, 1), (*numbers, *floats), constants, options)
         # This loads it: how many registers it has is not known before.
-        run = _runner(built, c.S * c.G, numbers, tuple(constants.values()))
+        run = _runner(built, grid, numbers, tuple(constants.values()))
     except Exception as error:
         # Gluon is an experiment of Triton's, and may change.
         activations.warn_once(
@@ -260,9 +258,38 @@ def _ring_launch(
             f"({type(error).__name__}: {str(error)[:200]}): the slower ones are used. inplace_abn knows Triton 3.6 and 3.7."
         )
         return None
-    if plans.resident(built.n_regs, built.metadata.shared, plans.RING_WARPS, where) * where.processors < c.S * c.G:
+    if shared and plans.resident(built.n_regs, built.metadata.shared, warps, where) * where.processors < grid:
         return None
-    return Launch(kernel, c.S * c.G, 8 * c.S * c.G, (0, 0), numbers, constants, options, run)
+    return Launch(kernel, grid, words, (0, 0), numbers, constants, options, run)
+
+
+# What differs between the two: kernels, warps, words, constants and numbers.
+Held = tuple[Any, int, int, dict[str, Any], tuple[int | float, ...]]
+
+
+def _in_a_ring(c: plans.Ring, place: plans.Layout) -> Held:
+    warps = plans.RING_WARPS
+    constants = {
+        "V": c.V, "EDGES": c.edges, "LINES": c.lines, "T": c.T, "LAG": c.lag, "AHEAD": c.ahead,
+        "BS": max(triton.next_power_of_2(c.S), 32 * warps),
+    }  # fmt: skip
+    strides = place.row_stride, place.channel_stride
+    numbers = (
+        place.rows, place.pixels, *strides, place.pixels // c.V, c.vectors, c.share, place.channels, c.S, c.G,
+    )  # fmt: skip
+    return ring, warps, 8 * c.S * c.G, constants, numbers
+
+
+def _swept(c: plans.Sweep, place: plans.Layout) -> Held:
+    warps = plans.SWEEP_WARPS
+    constants = {
+        "V": c.V, "P": c.P, "W": c.W, "K": c.K, "B": c.B, "R": c.R, "AHEAD": c.ahead, "COLUMNS": c.columns,
+        "WHOLE": place.channels % c.P == 0 and c.P * place.pixels == c.W,
+        # As many words as threads, or more.
+        "BS": max(triton.next_power_of_2(c.S), 32 * warps // min(32, c.columns)),
+    }  # fmt: skip
+    numbers = (place.rows, place.channels, place.pixels, place.row_stride, c.G, c.S)
+    return sweep, warps, 2 * c.P * (c.S + 1) * c.G, constants, numbers
 
 
 def _build(

@@ -12,8 +12,9 @@ from torch import Tensor
 # Elements per tile and warps per program: 16 elements a thread.
 TILE = 4096
 WARPS = 8
-# What a row of a slab spans where channels are innermost: one line of the L2 cache.
+# What a row of a slab spans where channels are innermost: one line of the L2 cache; two where nothing is added up.
 LINE_BYTES = 128
+LINE_BYTES_OF_MAPS = 256
 # Pixels of a channel that are few: several channels make a slab then, of at least so many bytes of an image and at most so many
 # channels, whose sums are folded in registers. At 7×7 that halves the time of a forward of 128 × 2048 channels in bfloat16.
 FEW = 64
@@ -40,6 +41,13 @@ RING_BESIDE = 1536
 RING_LEAST = 32 << 20
 # Pixels of a channel below which edges of rows that start anywhere count too much.
 RING_PIXELS = 512
+# Where maps are swept over, and the last tiles held: warps and programs as above, bytes of a tile of all maps, tiles ahead, and
+# what a row of a slab spans, by the bytes of a map: wide strips come from memory faster, narrow ones have less to exchange.
+SWEEP_WARPS = 4
+SWEEP_PROGRAMS = 2
+SWEEP_BYTES = 8192
+SWEEP_AHEAD = 6
+SWEEP_WIDTHS = ((16 << 20, 64), (64 << 20, 128), (1 << 62, 256))
 
 
 def registers(inner: bool) -> int:
@@ -108,6 +116,25 @@ class Ring(NamedTuple):
     registers: int
 
 
+class Sweep(NamedTuple):
+    """Slabs of P channels, W elements wide, in vectors of V; each of G has S members, which take tiles of K·B rows in turn.
+
+    R tiles are held, ``ahead`` of them are being copied, and a member adds up ``columns`` of the 2·P sums for all.
+    """
+
+    V: int
+    P: int
+    W: int
+    K: int
+    B: int
+    R: int
+    ahead: int
+    S: int
+    G: int
+    columns: int
+    registers: int
+
+
 def layout(x: Tensor) -> Layout | None:
     """See x as channels outer or inner, or say that its strides allow neither."""
     place = _layout(x.shape, x.stride())
@@ -155,8 +182,8 @@ def card(where: torch.device) -> Card:
 
 
 @lru_cache(maxsize=4096)
-def cut(place: Layout, itemsize: int, aligned: bool) -> Cut:
-    """Cut a layout into slabs and tiles."""
+def cut(place: Layout, itemsize: int, aligned: bool, line: int = LINE_BYTES) -> Cut:
+    """Cut a layout into slabs and tiles; where channels are innermost, ``line`` bytes wide."""
     vector = 16 // itemsize if aligned else 1
     packed = _packed(place, itemsize, vector)
     if packed:
@@ -167,7 +194,7 @@ def cut(place: Layout, itemsize: int, aligned: bool) -> Cut:
     elif place.inner:
         while place.row_stride % vector or place.channels % vector:
             vector //= 2
-        width = w = min(LINE_BYTES // itemsize, triton.next_power_of_2(place.channels))
+        width = w = min(line // itemsize, triton.next_power_of_2(place.channels))
         vector = min(vector, width)
         height = min(TILE // width, triton.next_power_of_2(place.rows))
         blocks, across, edges = 1, triton.cdiv(place.rows, height), False
@@ -293,6 +320,39 @@ def ring_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> 
             edges = triton.next_power_of_2(triton.cdiv(place.rows, S)) * 2 * V if apart else 0
             best = cost, Ring(V, edges, lines, T, lag, ahead, vectors, share, S, G, limit)
     return best[1]
+
+
+def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> Sweep | None:
+    """How channels that are innermost, or have few pixels, are swept over: so many maps, of which so many are read twice.
+
+    None if rows are no whole vectors, there are more slabs than programs, or offsets within a tile need more than 32 bits.
+    """
+    V, threads, programs = 16 // itemsize, 32 * SWEEP_WARPS, SWEEP_PROGRAMS * where.processors
+    packed = _packed(place, itemsize, V)
+    if packed is not None and packed[1] == V:
+        P, widest = packed[0], min(PACK_CHANNELS, threads * V // place.pixels)
+    elif place.inner and place.channels % V == place.row_stride % V == 0:
+        size = place.rows * place.channels * itemsize
+        wide = next(wide for most, wide in SWEEP_WIDTHS if size <= most)
+        P, widest = min(wide // itemsize, triton.next_power_of_2(place.channels)), threads * V
+    else:
+        return None
+    while triton.cdiv(place.channels, P) > programs and widest >= 2 * P:
+        P *= 2
+    slabs, W = triton.cdiv(place.channels, P), triton.next_power_of_2(P * place.pixels)
+    # Rows that all threads copy at once, and of those as many as a tile has room for.
+    B, K = threads * V // W, SWEEP_BYTES // maps // (threads * 16)
+    # 1 KiB of the system's, and what adding up two sums over warps needs.
+    tiles = (where.shared // SWEEP_PROGRAMS - 1024 - 8 * W * min(SWEEP_WARPS, B)) // (K * threads * 16)
+    # Each map that stays takes R tiles, each other one ``ahead``.
+    ahead = min(SWEEP_AHEAD, (tiles - held) // maps)
+    R = (tiles - (maps - held) * ahead) // held
+    if ahead < 2 or slabs > programs or K * B * place.row_stride >= 1 << 31:
+        return None
+    across = triton.cdiv(place.rows, K * B)
+    S = triton.cdiv(across, triton.cdiv(across, programs // slabs))
+    limit = min(255, where.registers // (SWEEP_PROGRAMS * threads) // 8 * 8)
+    return Sweep(V, P, W, K, B, R, ahead, S, slabs, triton.next_power_of_2(triton.cdiv(2 * P, S)), limit)
 
 
 def stages(read: int, where: Card) -> int:

@@ -1,0 +1,321 @@
+"""Forward and backward in one launch each where channels are innermost, or have few pixels: what is held is read once.
+
+A slab is P neighbouring channels: P·pixels elements of every row, rounded up to W. All slabs are worked on at once, and the S
+members of a slab take tiles of K·B rows in turn, so that all programs together sweep over memory. A member
+
+1. copies its tiles into the slots of a ring in shared memory, AHEAD of adding them up; the last R of them stay there;
+2. publishes its sums, adds up some columns of those of all members, publishes these totals, and collects all totals;
+3. sweeps back: transforms the tiles, the last one first, R of which it holds, and copies into each slot that becomes free the
+   tile that stands R before, which may still be in the L2 cache.
+
+The language is Gluon, as in :mod:`.ring`. There is one round to a launch, so that words need no second set.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .device import PATIENCE, finish, guarded, moments_from, plus, recovered, sample, stamped, track, value
+from .ring import async_copy, fetch
+
+
+@gluon.jit
+def begin(
+    rows, channels, pixels, row_stride, slabs, S,
+    TILE: gl.constexpr, K: gl.constexpr, B: gl.constexpr, W: gl.constexpr, P: gl.constexpr, V: gl.constexpr,
+    WHOLE: gl.constexpr,
+):  # fmt: skip
+    """Where a program's tiles lie.
+
+    Returns slab and member; the number of tiles; where the first begins, and how far it is to the next; offsets within a tile,
+    their rows in it, and which of its elements belong to the slab; the rows from the first tile's first on, and how many
+    fewer they are with each tile.
+    """
+    slab = gl.program_id(0) % slabs
+    member = gl.program_id(0) // slabs
+    by_row: gl.constexpr = gl.SliceLayout(2, TILE)
+    k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(1, by_row)), 1)
+    row = gl.expand_dims(k * B + gl.expand_dims(gl.arange(0, B, gl.SliceLayout(0, by_row)), 0), 2)
+    e = gl.expand_dims(gl.expand_dims(gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(0, TILE))), 0), 0)
+    there = row >= 0
+    if not WHOLE:
+        there = there & (e // V * V < gl.minimum(P, channels - slab * P) * pixels)
+    # In whole vectors, so that the compiler sees them.
+    stride = row_stride // V * V
+    first = gl.cast(member * (K * B), gl.int64) * stride + slab * P * pixels // V * V
+    step = gl.cast(S * (K * B), gl.int64) * stride
+    tiles = gl.cdiv(gl.cdiv(rows, K * B) - member, S)
+    return slab, member, tiles, first, step, row * stride + e, row, there, rows - member * (K * B), S * (K * B)
+
+
+@gluon.jit
+def owners(pixels, W: gl.constexpr, P: gl.constexpr, WARPS: gl.constexpr):
+    """Which of a slab's P channels has which of its elements; the last one has what is behind it, where nothing is read."""
+    OWN: gl.constexpr = gl.BlockedLayout([P, 1], [1, 32], [1, WARPS], [1, 0])
+    p = gl.expand_dims(gl.arange(0, P, gl.SliceLayout(1, OWN)), 1)
+    return p == gl.expand_dims(gl.minimum(gl.arange(0, W, gl.SliceLayout(0, OWN)) // pixels, P - 1), 0)
+
+
+@gluon.jit
+def by_channel(a, b, pixels, W: gl.constexpr, P: gl.constexpr, WARPS: gl.constexpr):
+    """Two sums over lines of a slab, for each of its channels."""
+    OWN: gl.constexpr = gl.BlockedLayout([P, 1], [1, 32], [1, WARPS], [1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    a, b = gl.reduce((a, b), 0, plus)
+    if P < W:
+        own = owners(pixels, W, P, WARPS)
+        a = gl.sum(gl.where(own, gl.expand_dims(gl.convert_layout(a, gl.SliceLayout(0, OWN)), 0), 0.0), 1)
+        b = gl.sum(gl.where(own, gl.expand_dims(gl.convert_layout(b, gl.SliceLayout(0, OWN)), 0), 0.0), 1)
+    return gl.convert_layout(a, LANES), gl.convert_layout(b, LANES)
+
+
+@gluon.jit
+def over_tile(v, pixels, TILE: gl.constexpr, W: gl.constexpr, P: gl.constexpr, WARPS: gl.constexpr):
+    """What a slab's channels have, as its tiles have it."""
+    if P < W:
+        OWN: gl.constexpr = gl.BlockedLayout([P, 1], [1, 32], [1, WARPS], [1, 0])
+        v = gl.expand_dims(gl.convert_layout(v, gl.SliceLayout(1, OWN)), 1)
+        v = gl.sum(gl.where(owners(pixels, W, P, WARPS), v, 0.0), 0)
+    v = gl.convert_layout(v, gl.SliceLayout(0, gl.SliceLayout(0, TILE)))
+    return gl.expand_dims(gl.expand_dims(v, 0), 0)
+
+
+@gluon.jit
+def await_words(at, here, stamp):
+    """The words at these addresses, once all bear the stamp.
+
+    There are at least as many addresses as threads, so that no two threads read one word and disagree about it.
+    """
+    words = gl.load(at, mask=here, other=0, volatile=True)
+    polls = 0
+    while (gl.max(gl.ravel((here & ((words >> 32) != stamp)).to(gl.int32)), 0) > 0) & (polls < PATIENCE):
+        words = gl.load(at, mask=here, other=0, volatile=True)
+        polls += 1
+    if polls == PATIENCE:
+        gl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.where(here, value(words), 0.0)
+
+
+@gluon.jit
+def exchange(
+    one, other, words_ptr, slab, member, S, slabs, epoch,
+    P: gl.constexpr, COLUMNS: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The sums of both over the members of a slab: each member adds up COLUMNS of the 2·P columns, and publishes the totals."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    # Columns that a warp reads side by side.
+    WIDE: gl.constexpr = COLUMNS if COLUMNS < 32 else 32
+    ADD: gl.constexpr = gl.BlockedLayout([1, 1], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
+    LONG: gl.constexpr = P if P < 32 else 32
+    TWO: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LONG, LONG], [WARPS, 1], [1, 0])
+    # Not 0, which fresh words hold.
+    stamp = epoch + 1
+    c = gl.arange(0, P, LANES)
+    partial = words_ptr + slab * S * 2 * P
+    gl.store(partial + member * 2 * P + c, stamped(one, stamp))
+    gl.store(partial + member * 2 * P + P + c, stamped(other, stamp))
+    totals = words_ptr + (slabs * S + slab) * 2 * P
+    if member * COLUMNS < 2 * P:
+        s = gl.expand_dims(gl.arange(0, BS, gl.SliceLayout(1, ADD)), 1)
+        j = member * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, ADD))
+        column = gl.expand_dims(j, 0)
+        sums = gl.sum(await_words(partial + s * 2 * P + column, (s < S) & (column < 2 * P), stamp), 0)
+        gl.store(totals + j, stamped(sums, stamp), mask=j < 2 * P)
+    r = gl.expand_dims(gl.arange(0, WARPS * 32 // LONG, gl.SliceLayout(1, TWO)), 1)
+    i = gl.expand_dims(gl.arange(0, P, gl.SliceLayout(0, TWO)), 0)
+    both = await_words(totals + r * P + i, (r < 2) & (i >= 0), stamp)
+    one = gl.sum(gl.where(r == 0, both, 0.0), 0)
+    other = gl.sum(gl.where(r == 1, both, 0.0), 0)
+    return gl.convert_layout(one, LANES), gl.convert_layout(other, LANES)
+
+
+@gluon.jit
+def forward_kernel(
+    x_ptr, r_ptr, weight_ptr, bias_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, tracked_ptr, words_ptr, sync_ptr,
+    rows, channels, pixels, row_stride, slabs, S, m, momentum, eps, floor, a,
+    TRACK: gl.constexpr, CUMULATIVE: gl.constexpr, COUNTED: gl.constexpr,
+    HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PHI: gl.constexpr,
+    V: gl.constexpr, P: gl.constexpr, W: gl.constexpr, K: gl.constexpr, B: gl.constexpr, WHOLE: gl.constexpr,
+    R: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, COLUMNS: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """As :func:`.device.forward_kernel`. Bytes: x read once, and again what is not held; r read and z written once."""
+    J: gl.constexpr = W // V if W // V < 32 else 32
+    TILE: gl.constexpr = gl.BlockedLayout([K, 1, V], [1, 32 // J, J], [1, WARPS * J * V // W, W // V // J], [2, 1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    SLOT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    number: gl.constexpr = x_ptr.dtype.element_ty
+    slab, member, tiles, first, step, offsets, row, there, room, fall = begin(
+        rows, channels, pixels, row_stride, slabs, S, TILE, K, B, W, P, V, WHOLE
+    )
+    ring = gl.allocate_shared_memory(number, [R, K, B, W], SLOT)
+    # r is wanted for the transform alone.
+    ring_r = gl.allocate_shared_memory(number, [AHEAD if RESIDUAL else 1, K, B, W], SLOT)
+    for p in gl.static_range(AHEAD):
+        fetch(ring, p, x_ptr + (first + p * step) + offsets, there & (row < room - p * fall))
+        async_copy.commit_group()
+    epoch = gl.load(sync_ptr, volatile=True)
+    c = slab * P + gl.arange(0, P, LANES)
+    known = c < channels
+    about = sample(x_ptr, c, known, rows, pixels, row_stride, pixels)
+    k = over_tile(about, pixels, TILE, W, P, WARPS)
+    ones = gl.full([B, W], 0.0, gl.float32, gl.SliceLayout(0, TILE))
+    squares = ones
+    for t in range(tiles):
+        async_copy.wait_group(AHEAD - 1)
+        # Where there is nothing, zeros were copied: they deviate by nothing from 0.
+        d = ring.index(t % R).load(TILE).to(gl.float32) - gl.where(there & (row < room - t * fall), k, 0.0)
+        ones += gl.sum(d, 0)
+        squares += gl.sum(d * d, 0)
+        later = t + AHEAD
+        # Behind the last, nothing instead of zeros, which would stand where a tile is held.
+        if later < tiles:
+            fetch(ring, later % R, x_ptr + (first + later * step) + offsets, there & (row < room - later * fall))
+        async_copy.commit_group()
+    async_copy.wait_group(0)
+    if RESIDUAL:
+        for p in gl.static_range(AHEAD):
+            t = tiles - 1 - p
+            fetch(ring_r, p, r_ptr + (first + t * step) + offsets, there & (row < room - t * fall) & (t >= 0))
+            async_copy.commit_group()
+    gamma = gl.full([P], 1.0, gl.float32, LANES)
+    if HAS_WEIGHT:
+        gamma = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, P)
+    beta = gl.full([P], 0.0, gl.float32, LANES)
+    if HAS_BIAS:
+        beta = gl.load(bias_ptr + c, mask=known, other=0.0).to(gl.float32)
+    one, other = by_channel(ones, squares, pixels, W, P, WARPS)
+    if SHARED:
+        one, other = exchange(one, other, words_ptr, slab, member, S, slabs, epoch, P, COLUMNS, BS, WARPS)
+    mean, var = moments_from(about, one, other, m)
+    invstd = 1.0 / gl.sqrt(var + eps)
+    if member == 0:
+        gl.store(invstd_ptr + c, invstd, mask=known)
+        if TRACK:
+            track(running_mean_ptr, running_var_ptr, tracked_ptr, c, known, mean, var, m, momentum, CUMULATIVE)
+    mean = over_tile(mean, pixels, TILE, W, P, WARPS)
+    scale = over_tile(gamma * invstd, pixels, TILE, W, P, WARPS)
+    beta = over_tile(beta, pixels, TILE, W, P, WARPS)
+    for i in range(tiles):
+        t = tiles - 1 - i
+        async_copy.wait_group(AHEAD - 1 if RESIDUAL else R - 1)
+        y = (ring.index(t % R).load(TILE).to(gl.float32) - mean) * scale + beta
+        if RESIDUAL:
+            y += ring_r.index(i % AHEAD).load(TILE).to(gl.float32)
+        gl.store(x_ptr + (first + t * step) + offsets, PHI(y, a).to(number), mask=there & (row < room - t * fall))
+        # All but the last are whole.
+        fetch(ring, t % R, x_ptr + (first + (t - R) * step) + offsets, there & (t >= R))
+        if RESIDUAL:
+            fetch(ring_r, i % AHEAD, r_ptr + (first + (t - AHEAD) * step) + offsets, there & (t >= AHEAD))
+        async_copy.commit_group()
+    async_copy.wait_group(0)
+    finish(sync_ptr, tracked_ptr, epoch, 1, COUNTED, SHARED)
+
+
+@gluon.jit
+def backward_kernel(
+    dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr,
+    words_ptr, sync_ptr,
+    rows, channels, pixels, row_stride, slabs, S, m, floor, a,
+    HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, NEED_R: gl.constexpr,
+    FROM_X: gl.constexpr, HAT: gl.constexpr, INVERSE: gl.constexpr, BACKWARD: gl.constexpr, VARIANT_I: gl.constexpr,
+    V: gl.constexpr, P: gl.constexpr, W: gl.constexpr, K: gl.constexpr, B: gl.constexpr, WHOLE: gl.constexpr,
+    R: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, COLUMNS: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """As :func:`.device.backward_kernel`. Bytes: z, dz and r read once, and again what is not held; dx and dr written once."""
+    J: gl.constexpr = W // V if W // V < 32 else 32
+    TILE: gl.constexpr = gl.BlockedLayout([K, 1, V], [1, 32 // J, J], [1, WARPS * J * V // W, W // V // J], [2, 1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    SLOT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    number: gl.constexpr = z_ptr.dtype.element_ty
+    slab, member, tiles, first, step, offsets, row, there, room, fall = begin(
+        rows, channels, pixels, row_stride, slabs, S, TILE, K, B, W, P, V, WHOLE
+    )
+    ring_z = gl.allocate_shared_memory(number, [R, K, B, W], SLOT)
+    ring_dz = gl.allocate_shared_memory(number, [R, K, B, W], SLOT)
+    ring_r = gl.allocate_shared_memory(number, [R if RESIDUAL else 1, K, B, W], SLOT)
+    for p in gl.static_range(AHEAD):
+        at = (first + p * step) + offsets
+        inside = there & (row < room - p * fall)
+        fetch(ring_z, p, z_ptr + at, inside)
+        fetch(ring_dz, p, dz_ptr + at, inside)
+        if RESIDUAL:
+            fetch(ring_r, p, r_ptr + at, inside)
+        async_copy.commit_group()
+    epoch = gl.load(sync_ptr, volatile=True)
+    c = slab * P + gl.arange(0, P, LANES)
+    known = c < channels
+    gamma_c = gl.full([P], 1.0, gl.float32, LANES)
+    if HAS_WEIGHT:
+        gamma_c = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, P)
+    beta_c = gl.full([P], 0.0, gl.float32, LANES)
+    if HAS_BIAS:
+        beta_c = gl.load(bias_ptr + c, mask=known, other=0.0).to(gl.float32)
+    invstd_c = gl.load(invstd_ptr + c, mask=known, other=0.0)
+    mean_c = gl.load(mean_ptr + c, mask=known, other=0.0) if FROM_X else invstd_c
+    gamma = over_tile(gamma_c, pixels, TILE, W, P, WARPS)
+    beta = over_tile(beta_c, pixels, TILE, W, P, WARPS)
+    invstd = over_tile(invstd_c, pixels, TILE, W, P, WARPS)
+    mean = over_tile(mean_c, pixels, TILE, W, P, WARPS)
+    ones = gl.full([B, W], 0.0, gl.float32, gl.SliceLayout(0, TILE))
+    others = ones
+    for t in range(tiles):
+        async_copy.wait_group(AHEAD - 1)
+        # Where there is nothing, zeros were copied: dz = 0, and with it dy.
+        z = ring_z.index(t % R).load(TILE)
+        dz = ring_dz.index(t % R).load(TILE)
+        r = ring_r.index(t % R).load(TILE) if RESIDUAL else z
+        dy, centred = recovered(
+            z, dz, r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
+        )
+        ones += gl.sum(dy, 0)
+        others += gl.sum(dy * centred, 0)
+        later = t + AHEAD
+        # Behind the last, nothing instead of zeros, which would stand where a tile is held.
+        if later < tiles:
+            at = (first + later * step) + offsets
+            inside = there & (row < room - later * fall)
+            fetch(ring_z, later % R, z_ptr + at, inside)
+            fetch(ring_dz, later % R, dz_ptr + at, inside)
+            if RESIDUAL:
+                fetch(ring_r, later % R, r_ptr + at, inside)
+        async_copy.commit_group()
+    async_copy.wait_group(0)
+    one, other = by_channel(ones, others, pixels, W, P, WARPS)
+    if SHARED:
+        one, other = exchange(one, other, words_ptr, slab, member, S, slabs, epoch, P, COLUMNS, BS, WARPS)
+    if not VARIANT_I:
+        other = other / gamma_c
+    if member == 0:
+        gl.store(sum_dy_ptr + c, one, mask=known)
+        gl.store(sum_dy_xhat_ptr + c, other, mask=known)
+    scale_c = gamma_c * invstd_c
+    slope_c = -scale_c * other / m
+    if not VARIANT_I:
+        slope_c = slope_c / gamma_c
+    scale = over_tile(scale_c, pixels, TILE, W, P, WARPS)
+    slope = over_tile(slope_c, pixels, TILE, W, P, WARPS)
+    constant = over_tile(-scale_c * one / m, pixels, TILE, W, P, WARPS)
+    for i in range(tiles):
+        t = tiles - 1 - i
+        async_copy.wait_group(R - 1)
+        z = ring_z.index(t % R).load(TILE)
+        dz = ring_dz.index(t % R).load(TILE)
+        r = ring_r.index(t % R).load(TILE) if RESIDUAL else z
+        dy, centred = recovered(
+            z, dz, r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
+        )
+        at = (first + t * step) + offsets
+        inside = there & (row < room - t * fall)
+        gl.store(dx_ptr + at, (dy * scale + (centred * slope + constant)).to(number), mask=inside)
+        if NEED_R:
+            gl.store(dr_ptr + at, dy.to(number), mask=inside)
+        # All but the last are whole.
+        at = (first + (t - R) * step) + offsets
+        fetch(ring_z, t % R, z_ptr + at, there & (t >= R))
+        fetch(ring_dz, t % R, dz_ptr + at, there & (t >= R))
+        if RESIDUAL:
+            fetch(ring_r, t % R, r_ptr + at, there & (t >= R))
+        async_copy.commit_group()
+    async_copy.wait_group(0)
+    finish(sync_ptr, sync_ptr, epoch, 1, False, SHARED)

@@ -1,11 +1,12 @@
 """Other plans than the package's, measured beside it: how wide tiles are, how many programs work, how much is in hand.
 
-    python benchmarks/plans.py [--study crew ring] [--rounds 9] [--out benchmarks/results]      # needs a GPU
+    python benchmarks/plans.py [--study crew ring sweep] [--rounds 9] [--out benchmarks/results]      # needs a GPU
 
 crew: the four kernels of two launches, channels innermost, by the bytes of a row that a program has, the tiles a loop has in hand
-and the programs on a processor. ring: the two that hold maps in shared memory, by warps, programs on a processor, bytes of a tile
-and slack. Every row of the CSV is one kernel under one plan; the first plan of each is the package's own. Device time, medians,
-with a cold L2 cache.
+and the programs on a processor. ring: the two that hold channels in shared memory, by warps, programs on a processor, bytes of a
+tile and slack. sweep: the two that hold what they can of channels innermost, by width, programs on a processor, bytes of a tile
+and tiles ahead. Every row of the CSV is one kernel under one plan; the first plan of each is the package's own. Device time,
+medians, with a cold L2 cache.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from inplace_abn.activations import resolve
 
 PHI, SLOPE = resolve("leaky_relu", 0.01)
 CREW_SHAPES = [(128, 256, 56, 56), (128, 512, 28, 28), (16, 128, 336, 336), (256, 64, 56, 56), (256, 512, 28, 28)]
+SWEEP_SHAPES = [(32, 2048, 7, 7), (128, 1024, 14, 14), (128, 512, 28, 28), (128, 256, 56, 56), (16, 128, 336, 336)]
 RING_SHAPES = [(16, 128, 336, 336), (128, 256, 56, 56), (128, 64, 112, 112), (128, 512, 28, 28), (128, 1024, 14, 14)]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Passes over a map.
 PASSES = {"moments": 1, "transform": 2, "sums": 2, "input_grad": 3, "forward": 2, "backward": 3}
 COLUMNS = ["study", "shape", "dtype", "kernel", "plan", "floor_us", "median_us", "p10_us", "p90_us"]
 Case = tuple[str, tuple[int, ...], str]
-OWN = {name: value for name, value in vars(kernels.plans).items() if name.isupper() and isinstance(value, int)}
+OWN = {name: value for name, value in vars(kernels.plans).items() if name.isupper() and isinstance(value, int | tuple)}
 STAGES = kernels.plans.stages
 
 
@@ -45,7 +47,7 @@ def crew_plans() -> Iterator[tuple[str, dict[str, Any]]]:
         many = {"CREW_THAT_SUMS": programs, "CREW_THAT_MAPS": programs}
         yield (
             f"line {line}, stages {stages}, programs {programs}",
-            {"LINE_BYTES": line, **many, "stages": lambda *_, n=stages: n},
+            {"LINE_BYTES": line, "LINE_BYTES_OF_MAPS": line, **many, "stages": lambda *_, n=stages: n},
         )
 
 
@@ -64,6 +66,22 @@ def ring_plans() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"warps {warps}, programs {programs}, bytes {size}, slack {slack}", names
 
 
+def sweep_plans() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "own", {}
+    for wide, programs, size, ahead in itertools.product((64, 128, 256), (1, 2, 3), (8192, 16384), (3, 6)):
+        names = {
+            "SWEEP_WIDTHS": ((1 << 62, wide),),
+            "SWEEP_PROGRAMS": programs,
+            "SWEEP_BYTES": size,
+            "SWEEP_AHEAD": ahead,
+        }
+        yield f"wide {wide}, programs {programs}, bytes {size}, ahead {ahead}", names
+
+
+PLANS = {"crew": crew_plans, "ring": ring_plans, "sweep": sweep_plans}
+SHAPES = {"crew": CREW_SHAPES, "ring": RING_SHAPES, "sweep": SWEEP_SHAPES}
+
+
 def adopt(plan: dict[str, Any]) -> None:
     """Plan like this from now on."""
     for name, value in {**OWN, "stages": STAGES, **plan}.items():
@@ -74,13 +92,13 @@ def adopt(plan: dict[str, Any]) -> None:
 
 def calls(case: Case) -> dict[str, Callable[[], object]]:
     study, shape, dtype = case
-    layout = torch.channels_last if study == "crew" else torch.contiguous_format
+    layout = torch.contiguous_format if study == "ring" else torch.channels_last
     x, dz = (torch.randn(shape, device="cuda").to(DTYPES[dtype]).contiguous(memory_format=layout) for _ in range(2))
     weight, bias = torch.rand(shape[1], device="cuda") + 0.5, torch.randn(shape[1], device="cuda")
     rest = (1e-6, PHI, SLOPE)
     z = x.clone()
     invstd = kernels.normalize_batch_(z, weight, bias, None, None, None, 0.1, 1e-5, *rest)
-    if study == "ring":
+    if study != "crew":
         return {
             "forward": lambda: kernels.normalize_batch_(x, weight, bias, None, None, None, 0.1, 1e-5, *rest),
             "backward": lambda: kernels.input_grad_batch(dz, z, weight, bias, invstd, *rest, "II"),
@@ -97,7 +115,7 @@ def calls(case: Case) -> dict[str, Callable[[], object]]:
 
 def measured(case: Case, rounds: int) -> Iterator[tuple[str, dict[str, list[float]]]]:
     """Microseconds of every kernel under every plan that the card can run."""
-    for name, plan in crew_plans() if case[0] == "crew" else ring_plans():
+    for name, plan in PLANS[case[0]]():
         adopt(plan)
         try:
             yield name, device_times(calls(case), rounds)
@@ -108,13 +126,12 @@ def measured(case: Case, rounds: int) -> Iterator[tuple[str, dict[str, list[floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--study", nargs="+", default=["crew", "ring"], choices=["crew", "ring"])
+    parser.add_argument("--study", nargs="+", default=list(PLANS), choices=PLANS)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    shapes = {"crew": CREW_SHAPES, "ring": RING_SHAPES}
-    cases = [(study, shape, dtype) for study in given.study for shape in shapes[study] for dtype in DTYPES]
+    cases = [(study, shape, dtype) for study in given.study for shape in SHAPES[study] for dtype in DTYPES]
     if given.case is not None:
         # Only to fill the compiler's cache on disk.
         for _ in measured(cases[given.case], 1):

@@ -166,7 +166,7 @@ def test_cuda_graphs_of_the_compiler(options):
     net = Net(**options).to(DEVICE, memory_format=torch.channels_last)
     twin = copy.deepcopy(net)
     compiled = torch.compile(net, fullgraph=True, mode="reduce-overhead")
-    # Many channels on a few pixels share words among programs, few on many counters.
+    # Few members to a slab, and many.
     for shape in ((4, 3, 16, 16), (8, 3, 64, 64)):
         alike(net, compiled, twin, [batch(*shape) for _ in range(4)])
 

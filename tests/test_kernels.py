@@ -463,9 +463,11 @@ def test_residency_follows_registers_and_shared_memory():
     assert [kernels.plans.resident(n, 0, 4, where) for n in (64, 168, 255)] == [8, 3, 2]
 
 
-def is_held(kernels):
-    """Whether a launch held its maps in shared memory."""
-    return any(launch and "AHEAD" in launch.constants for launch in kernels.launches.LAUNCHES.values())
+def is_held(kernels, *modules):
+    """Whether a launch held its maps in shared memory, by the kernels of one of these modules."""
+    rooms = [getattr(kernels.launches, name) or getattr(kernels, name) for name in modules or ("ring", "sweep")]
+    held = {kernel for room in rooms for kernel in (room.forward_kernel, room.backward_kernel)}
+    return any(launch and launch.kernel in held for launch in kernels.launches.LAUNCHES.values())
 
 
 def hold(kernels, monkeypatch, held):
@@ -935,10 +937,11 @@ def test_the_sanitizer_finds_nothing(tool):
 
 @on_a_gpu
 @pytest.mark.parametrize("held", [True, False], ids=["shared memory", "L2"])
-def test_teams_finish_beside_work_that_fills_the_card(kernels, monkeypatch, held):
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_teams_finish_beside_work_that_fills_the_card(kernels, monkeypatch, layout, held):
     """On two streams at once, and with large products on a third."""
     hold(kernels, monkeypatch, held)
-    x, dz = (torch.randn(32, 64, 56, 56, device="cuda") for _ in range(2))
+    x, dz = (torch.randn(32, 64, 56, 56, device="cuda").contiguous(memory_format=layout) for _ in range(2))
     want = train(x, dz)
     square = torch.randn(8192, 8192, device="cuda")
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -952,16 +955,17 @@ def test_teams_finish_beside_work_that_fills_the_card(kernels, monkeypatch, held
                 results.append(train(x, dz))
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, want, strict=True))
-    assert is_held(kernels) == held
+    assert is_held(kernels, "sweep" if layout is torch.channels_last else "ring") == held
 
 
 @on_a_gpu
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("held", [True, False], ids=["shared memory", "L2"])
-def test_a_captured_graph_replays_bit_for_bit(kernels, monkeypatch, held):
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_a_captured_graph_replays_bit_for_bit(kernels, monkeypatch, layout, held):
     hold(kernels, monkeypatch, held)
     layer, twin = InPlaceABN(16).cuda(), InPlaceABN(16).cuda()
-    x = torch.randn(8, 16, 28, 28, device="cuda", requires_grad=True)
+    x = torch.randn(8, 16, 28, 28, device="cuda").contiguous(memory_format=layout).requires_grad_()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -981,7 +985,7 @@ def test_a_captured_graph_replays_bit_for_bit(kernels, monkeypatch, held):
         assert torch.equal(z, want) and all(torch.equal(a, b) for a, b in zip(grads, want_grads, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), twin.buffers(), strict=True))
     assert layer.num_batches_tracked == 100
-    assert is_held(kernels) == held
+    assert is_held(kernels, "sweep" if layout is torch.channels_last else "ring") == held
 
 
 @on_a_gpu

@@ -403,6 +403,18 @@ def gradient(
 
 
 @triton.jit
+def coefficients(one, other, gamma, invstd, m, VARIANT_I: tl.constexpr):
+    """∑ dy·x̂, and scale, slope and constant of :func:`gradient`, from ∑ dy and ∑ dy·x̂ (I) or ∑ dy·(y − β) (II)."""
+    if not VARIANT_I:
+        other = other / gamma
+    scale = gamma * invstd
+    slope = -scale * other / m
+    if not VARIANT_I:
+        slope = slope / gamma
+    return other, scale, slope, -scale * one / m
+
+
+@triton.jit
 def move(running_ptr, c, known, batch, newest):
     """running ← running + newest·(batch − running)."""
     was = tl.load(running_ptr + c, mask=known, other=0.0).to(tl.float32)
@@ -591,17 +603,12 @@ def backward_kernel(
             )  # fmt: skip
             if SHARED:
                 one, other = exchange(one, other, words_ptr, group, member, S, n, epoch, S * G, W, MW, BS, THREADS)
-            if not VARIANT_I:
-                other = other / gamma
+            other, scale, slope, constant = coefficients(one, other, gamma, invstd, m, VARIANT_I)
             if member == n % S:
                 tl.store(sum_dy_ptr + c, one, mask=known)
                 tl.store(sum_dy_xhat_ptr + c, other, mask=known)
-            scale = gamma * invstd
-            slope = -scale * other / m
-            if not VARIANT_I:
-                slope = slope / gamma
             gradient(
-                dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, mean, invstd, gamma, beta, scale, slope, -scale * one / m, a,
+                dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, mean, invstd, gamma, beta, scale, slope, constant, a,
                 slab, member, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
                 RESIDUAL, NEED_R, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, False, INNER, BR, BC, W, V, EDGES, WHOLE, STAGES,
             )  # fmt: skip

@@ -240,10 +240,10 @@ def _held_launch(
     c = plans.ring_of(*how) or plans.sweep_of(*how)
     if c is None:
         return None
-    room, warps, words, constants, numbers = _in_a_ring(c, place) if isinstance(c, plans.Ring) else _swept(c, place)
-    kernel = room.forward_kernel if forward else room.backward_kernel
+    module, warps, words, constants, numbers = _in_a_ring(c, place) if isinstance(c, plans.Ring) else _swept(c, place)
+    kernel = module.forward_kernel if forward else module.backward_kernel
     # In a ring a member waits for words even if they are its own.
-    grid, shared, numbers = c.S * c.G, c.S > 1 or room is ring, (*numbers, x.numel() / x.shape[1])
+    grid, shared, numbers = c.S * c.G, c.S > 1 or module is ring, (*numbers, x.numel() / x.shape[1])
     constants = {**flags, **constants, "SHARED": shared, "WARPS": warps}
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     options = {"num_warps": warps, "maxnreg": c.registers, "launch_cooperative_grid": shared}
@@ -289,7 +289,7 @@ def _swept(c: plans.Sweep, place: plans.Layout) -> Held:
         "BS": max(triton.next_power_of_2(c.S), 32 * warps // min(32, c.columns)),
     }  # fmt: skip
     numbers = (place.rows, place.channels, place.pixels, place.row_stride, c.G, c.S)
-    return sweep, warps, 2 * c.P * (c.S + 1) * c.G, constants, numbers
+    return sweep, warps, 2 * c.P * (c.S + 1) * c.G if c.S > 1 else 1, constants, numbers
 
 
 def _build(

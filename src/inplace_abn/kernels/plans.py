@@ -325,7 +325,8 @@ def ring_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> 
 def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> Sweep | None:
     """How channels that are innermost, or have few pixels, are swept over: so many maps, of which so many are read twice.
 
-    None if rows are no whole vectors, there are more slabs than programs, or offsets within a tile need more than 32 bits.
+    None if channels are neither, rows are no whole vectors, there are more slabs than programs, shared memory has too little
+    room, or offsets within a tile need more than 32 bits.
     """
     V, threads, programs = 16 // itemsize, 32 * SWEEP_WARPS, SWEEP_PROGRAMS * where.processors
     packed = _packed(place, itemsize, V)
@@ -344,7 +345,7 @@ def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) ->
     B, K = threads * V // W, SWEEP_BYTES // maps // (threads * 16)
     # 1 KiB of the system's, and what adding up two sums over warps needs.
     tiles = (where.shared // SWEEP_PROGRAMS - 1024 - 8 * W * min(SWEEP_WARPS, B)) // (K * threads * 16)
-    # Each map that stays takes R tiles, each other one ``ahead``.
+    # Each map that stays takes R tiles, each other one ``ahead``; R > ahead.
     ahead = min(SWEEP_AHEAD, (tiles - held) // maps)
     R = (tiles - (maps - held) * ahead) // held
     if ahead < 2 or slabs > programs or K * B * place.row_stride >= 1 << 31:

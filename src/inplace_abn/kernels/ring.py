@@ -23,7 +23,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from .device import PATIENCE, finish, guarded, moments_from, plus, recovered, sample, stamped, track, value
+from .device import (
+    PATIENCE,
+    coefficients,
+    finish,
+    guarded,
+    moments_from,
+    plus,
+    recovered,
+    sample,
+    stamped,
+    track,
+    value,
+)
 
 # Sets of words, between which rounds alternate.
 SETS = gl.constexpr(4)
@@ -367,17 +379,11 @@ def backward_kernel(
                 beta = beta_c
                 invstd = invstd_c
                 mean = mean_c
-                if not VARIANT_I:
-                    other = other / gamma
+                other, scale, slope, constant = coefficients(one, other, gamma, invstd, m, VARIANT_I)
                 # Another member each time, so that none falls behind.
                 if known & (member == n % S):
                     gl.store(sum_dy_ptr + c, one)
                     gl.store(sum_dy_xhat_ptr + c, other)
-                scale = gamma * invstd
-                slope = -scale * other / m
-                if not VARIANT_I:
-                    slope = slope / gamma
-                constant = -scale * one / m
                 if EDGES:
                     c_dy, c_centred = recovered(
                         c_z, c_dz, c_r, mean, invstd, gamma, beta, a,

@@ -8,6 +8,9 @@ members of a slab take tiles of K·B rows in turn, so that all programs together
 3. sweeps back: transforms the tiles, the last one first, R of which it holds, and copies into each slot that becomes free the
    tile that stands R before, which may still be in the L2 cache.
 
+On the way there a tile is complete when AHEAD − 1 copies are still under way, on the way back when R − 1 are; where r is copied,
+too, AHEAD tiles ahead of its use and in one group with x, when AHEAD − 1 are, which is fewer: R > AHEAD.
+
 The language is Gluon, as in :mod:`.ring`. There is one round to a launch, so that words need no second set.
 """
 
@@ -16,7 +19,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .device import PATIENCE, finish, guarded, moments_from, plus, recovered, sample, stamped, track, value
+from .device import await_words, coefficients, finish, guarded, moments_from, plus, recovered, sample, stamped, track
 from .ring import async_copy, fetch
 
 
@@ -28,9 +31,9 @@ def begin(
 ):  # fmt: skip
     """Where a program's tiles lie.
 
-    Returns slab and member; the number of tiles; where the first begins, and how far it is to the next; offsets within a tile,
-    their rows in it, and which of its elements belong to the slab; the rows from the first tile's first on, and how many
-    fewer they are with each tile.
+    Returns slab and member; the number of tiles; where the first begins, and how far it is to the next; offsets within a tile;
+    and what :func:`inside` takes: which elements of a tile belong to the slab, the rows that they are in, rows from the first
+    tile's first to the last there is, and how many fewer there are with each tile.
     """
     slab = gl.program_id(0) % slabs
     member = gl.program_id(0) // slabs
@@ -46,7 +49,14 @@ def begin(
     first = gl.cast(member * (K * B), gl.int64) * stride + slab * P * pixels // V * V
     step = gl.cast(S * (K * B), gl.int64) * stride
     tiles = gl.cdiv(gl.cdiv(rows, K * B) - member, S)
-    return slab, member, tiles, first, step, row * stride + e, row, there, rows - member * (K * B), S * (K * B)
+    return slab, member, tiles, first, step, row * stride + e, (there, row, rows - member * (K * B), S * (K * B))
+
+
+@gluon.jit
+def inside(t, limits):
+    """Which elements of a member's tile t there are; only its last tile may have too few rows."""
+    there, row, left, fewer = limits
+    return there & (row < left - t * fewer)
 
 
 @gluon.jit
@@ -82,27 +92,14 @@ def over_tile(v, pixels, TILE: gl.constexpr, W: gl.constexpr, P: gl.constexpr, W
 
 
 @gluon.jit
-def await_words(at, here, stamp):
-    """The words at these addresses, once all bear the stamp.
-
-    There are at least as many addresses as threads, so that no two threads read one word and disagree about it.
-    """
-    words = gl.load(at, mask=here, other=0, volatile=True)
-    polls = 0
-    while (gl.max(gl.ravel((here & ((words >> 32) != stamp)).to(gl.int32)), 0) > 0) & (polls < PATIENCE):
-        words = gl.load(at, mask=here, other=0, volatile=True)
-        polls += 1
-    if polls == PATIENCE:
-        gl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    return gl.where(here, value(words), 0.0)
-
-
-@gluon.jit
 def exchange(
     one, other, words_ptr, slab, member, S, slabs, epoch,
     P: gl.constexpr, COLUMNS: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The sums of both over the members of a slab: each member adds up COLUMNS of the 2·P columns, and publishes the totals."""
+    """The sums of both over the members of a slab: each adds up COLUMNS of the 2·P columns for all, if there are any left.
+
+    COLUMNS divides 2·P. The layouts have as many words as threads, or more: no two threads read one word and disagree about it.
+    """
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     # Columns that a warp reads side by side.
     WIDE: gl.constexpr = COLUMNS if COLUMNS < 32 else 32
@@ -120,8 +117,8 @@ def exchange(
         s = gl.expand_dims(gl.arange(0, BS, gl.SliceLayout(1, ADD)), 1)
         j = member * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, ADD))
         column = gl.expand_dims(j, 0)
-        sums = gl.sum(await_words(partial + s * 2 * P + column, (s < S) & (column < 2 * P), stamp), 0)
-        gl.store(totals + j, stamped(sums, stamp), mask=j < 2 * P)
+        sums = gl.sum(await_words(partial + s * 2 * P + column, (s < S) & (column >= 0), stamp), 0)
+        gl.store(totals + j, stamped(sums, stamp))
     r = gl.expand_dims(gl.arange(0, WARPS * 32 // LONG, gl.SliceLayout(1, TWO)), 1)
     i = gl.expand_dims(gl.arange(0, P, gl.SliceLayout(0, TWO)), 0)
     both = await_words(totals + r * P + i, (r < 2) & (i >= 0), stamp)
@@ -145,14 +142,14 @@ def forward_kernel(
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     SLOT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     number: gl.constexpr = x_ptr.dtype.element_ty
-    slab, member, tiles, first, step, offsets, row, there, room, fall = begin(
+    slab, member, tiles, first, step, offsets, limits = begin(
         rows, channels, pixels, row_stride, slabs, S, TILE, K, B, W, P, V, WHOLE
     )
     ring = gl.allocate_shared_memory(number, [R, K, B, W], SLOT)
     # r is wanted for the transform alone.
     ring_r = gl.allocate_shared_memory(number, [AHEAD if RESIDUAL else 1, K, B, W], SLOT)
     for p in gl.static_range(AHEAD):
-        fetch(ring, p, x_ptr + (first + p * step) + offsets, there & (row < room - p * fall))
+        fetch(ring, p, x_ptr + (first + p * step) + offsets, inside(p, limits))
         async_copy.commit_group()
     epoch = gl.load(sync_ptr, volatile=True)
     c = slab * P + gl.arange(0, P, LANES)
@@ -164,19 +161,19 @@ def forward_kernel(
     for t in range(tiles):
         async_copy.wait_group(AHEAD - 1)
         # Where there is nothing, zeros were copied: they deviate by nothing from 0.
-        d = ring.index(t % R).load(TILE).to(gl.float32) - gl.where(there & (row < room - t * fall), k, 0.0)
+        d = ring.index(t % R).load(TILE).to(gl.float32) - gl.where(inside(t, limits), k, 0.0)
         ones += gl.sum(d, 0)
         squares += gl.sum(d * d, 0)
         later = t + AHEAD
         # Behind the last, nothing instead of zeros, which would stand where a tile is held.
         if later < tiles:
-            fetch(ring, later % R, x_ptr + (first + later * step) + offsets, there & (row < room - later * fall))
+            fetch(ring, later % R, x_ptr + (first + later * step) + offsets, inside(later, limits))
         async_copy.commit_group()
     async_copy.wait_group(0)
     if RESIDUAL:
         for p in gl.static_range(AHEAD):
             t = tiles - 1 - p
-            fetch(ring_r, p, r_ptr + (first + t * step) + offsets, there & (row < room - t * fall) & (t >= 0))
+            fetch(ring_r, p, r_ptr + (first + t * step) + offsets, inside(t, limits) & (t >= 0))
             async_copy.commit_group()
     gamma = gl.full([P], 1.0, gl.float32, LANES)
     if HAS_WEIGHT:
@@ -196,17 +193,18 @@ def forward_kernel(
     mean = over_tile(mean, pixels, TILE, W, P, WARPS)
     scale = over_tile(gamma * invstd, pixels, TILE, W, P, WARPS)
     beta = over_tile(beta, pixels, TILE, W, P, WARPS)
+    # All rows: what is copied now stands before a member's last tile.
+    whole = limits[0]
     for i in range(tiles):
         t = tiles - 1 - i
         async_copy.wait_group(AHEAD - 1 if RESIDUAL else R - 1)
         y = (ring.index(t % R).load(TILE).to(gl.float32) - mean) * scale + beta
         if RESIDUAL:
             y += ring_r.index(i % AHEAD).load(TILE).to(gl.float32)
-        gl.store(x_ptr + (first + t * step) + offsets, PHI(y, a).to(number), mask=there & (row < room - t * fall))
-        # All but the last are whole.
-        fetch(ring, t % R, x_ptr + (first + (t - R) * step) + offsets, there & (t >= R))
+        gl.store(x_ptr + (first + t * step) + offsets, PHI(y, a).to(number), mask=inside(t, limits))
+        fetch(ring, t % R, x_ptr + (first + (t - R) * step) + offsets, whole & (t >= R))
         if RESIDUAL:
-            fetch(ring_r, i % AHEAD, r_ptr + (first + (t - AHEAD) * step) + offsets, there & (t >= AHEAD))
+            fetch(ring_r, i % AHEAD, r_ptr + (first + (t - AHEAD) * step) + offsets, whole & (t >= AHEAD))
         async_copy.commit_group()
     async_copy.wait_group(0)
     finish(sync_ptr, tracked_ptr, epoch, 1, COUNTED, SHARED)
@@ -228,7 +226,7 @@ def backward_kernel(
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     SLOT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     number: gl.constexpr = z_ptr.dtype.element_ty
-    slab, member, tiles, first, step, offsets, row, there, room, fall = begin(
+    slab, member, tiles, first, step, offsets, limits = begin(
         rows, channels, pixels, row_stride, slabs, S, TILE, K, B, W, P, V, WHOLE
     )
     ring_z = gl.allocate_shared_memory(number, [R, K, B, W], SLOT)
@@ -236,11 +234,11 @@ def backward_kernel(
     ring_r = gl.allocate_shared_memory(number, [R if RESIDUAL else 1, K, B, W], SLOT)
     for p in gl.static_range(AHEAD):
         at = (first + p * step) + offsets
-        inside = there & (row < room - p * fall)
-        fetch(ring_z, p, z_ptr + at, inside)
-        fetch(ring_dz, p, dz_ptr + at, inside)
+        there = inside(p, limits)
+        fetch(ring_z, p, z_ptr + at, there)
+        fetch(ring_dz, p, dz_ptr + at, there)
         if RESIDUAL:
-            fetch(ring_r, p, r_ptr + at, inside)
+            fetch(ring_r, p, r_ptr + at, there)
         async_copy.commit_group()
     epoch = gl.load(sync_ptr, volatile=True)
     c = slab * P + gl.arange(0, P, LANES)
@@ -274,28 +272,25 @@ def backward_kernel(
         # Behind the last, nothing instead of zeros, which would stand where a tile is held.
         if later < tiles:
             at = (first + later * step) + offsets
-            inside = there & (row < room - later * fall)
-            fetch(ring_z, later % R, z_ptr + at, inside)
-            fetch(ring_dz, later % R, dz_ptr + at, inside)
+            there = inside(later, limits)
+            fetch(ring_z, later % R, z_ptr + at, there)
+            fetch(ring_dz, later % R, dz_ptr + at, there)
             if RESIDUAL:
-                fetch(ring_r, later % R, r_ptr + at, inside)
+                fetch(ring_r, later % R, r_ptr + at, there)
         async_copy.commit_group()
     async_copy.wait_group(0)
     one, other = by_channel(ones, others, pixels, W, P, WARPS)
     if SHARED:
         one, other = exchange(one, other, words_ptr, slab, member, S, slabs, epoch, P, COLUMNS, BS, WARPS)
-    if not VARIANT_I:
-        other = other / gamma_c
+    other, scale, slope, constant = coefficients(one, other, gamma_c, invstd_c, m, VARIANT_I)
     if member == 0:
         gl.store(sum_dy_ptr + c, one, mask=known)
         gl.store(sum_dy_xhat_ptr + c, other, mask=known)
-    scale_c = gamma_c * invstd_c
-    slope_c = -scale_c * other / m
-    if not VARIANT_I:
-        slope_c = slope_c / gamma_c
-    scale = over_tile(scale_c, pixels, TILE, W, P, WARPS)
-    slope = over_tile(slope_c, pixels, TILE, W, P, WARPS)
-    constant = over_tile(-scale_c * one / m, pixels, TILE, W, P, WARPS)
+    scale = over_tile(scale, pixels, TILE, W, P, WARPS)
+    slope = over_tile(slope, pixels, TILE, W, P, WARPS)
+    constant = over_tile(constant, pixels, TILE, W, P, WARPS)
+    # All rows: what is copied now stands before a member's last tile.
+    whole = limits[0]
     for i in range(tiles):
         t = tiles - 1 - i
         async_copy.wait_group(R - 1)
@@ -306,16 +301,15 @@ def backward_kernel(
             z, dz, r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
         )
         at = (first + t * step) + offsets
-        inside = there & (row < room - t * fall)
-        gl.store(dx_ptr + at, (dy * scale + (centred * slope + constant)).to(number), mask=inside)
+        there = inside(t, limits)
+        gl.store(dx_ptr + at, (dy * scale + (centred * slope + constant)).to(number), mask=there)
         if NEED_R:
-            gl.store(dr_ptr + at, dy.to(number), mask=inside)
-        # All but the last are whole.
+            gl.store(dr_ptr + at, dy.to(number), mask=there)
         at = (first + (t - R) * step) + offsets
-        fetch(ring_z, t % R, z_ptr + at, there & (t >= R))
-        fetch(ring_dz, t % R, dz_ptr + at, there & (t >= R))
+        fetch(ring_z, t % R, z_ptr + at, whole & (t >= R))
+        fetch(ring_dz, t % R, dz_ptr + at, whole & (t >= R))
         if RESIDUAL:
-            fetch(ring_r, t % R, r_ptr + at, there & (t >= R))
+            fetch(ring_r, t % R, r_ptr + at, whole & (t >= R))
         async_copy.commit_group()
     async_copy.wait_group(0)
     finish(sync_ptr, sync_ptr, epoch, 1, False, SHARED)

@@ -222,6 +222,17 @@ def test_what_is_said_of_sweeps_was_measured():
         if chosen(case) in by
     ]
     assert f"within {max(best):.2f} of the best of all settings everywhere" in notes
+    plot = script("plot")
+    of_bytes: dict[str, list[float]] = {"forward": [], "backward": []}
+    for case, by in plot.read(ROOT / "benchmarks" / "results" / "layer-H200-torch2.11.0-triton3.6.0.csv").items():
+        size = math.prod(map(int, case[0].split("x"))) * (4 if case[1] == "float32" else 2)
+        if case[2] == "channels_last" and size >= 48 << 20:
+            # Two programs on each of 132 processors hold 13 tiles.
+            passes, least = (3, 2) if case[3] == "forward" else (5, 3)
+            moved = by["floor"] * (passes * size - 2 * 132 * 13 * 8192) / (least * size)
+            of_bytes[case[3]].append(moved / by["ours"])
+    there, back = (f"{min(r):.2f}–{max(r):.2f}" for r in of_bytes.values())
+    assert f"are {there} of the time" in notes and f"innermost, and {back} backward" in notes
     two = plan.format(256, 2, 4, 8192, 6)
     others = (plan.format(256, *rest) for rest in ((3, 4, 8192, 5), (4, 4, 8192, 3), (1, 8, 16384, 6)))
     told = "three programs take {} of the time of two, four {}, one of eight warps {};"

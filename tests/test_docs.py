@@ -232,7 +232,7 @@ def test_what_is_said_of_sweeps_was_measured():
             moved = by["floor"] * (passes * size - 2 * 132 * 13 * 8192) / (least * size)
             of_bytes[case[3]].append(moved / by["ours"])
     there, back = (f"{min(r):.2f}–{max(r):.2f}" for r in of_bytes.values())
-    assert f"are {there} of the time" in notes and f"innermost, and {back} backward" in notes
+    assert f"are {there} of the forward time in the table above, and {back} of the backward time" in notes
     two = plan.format(256, 2, 4, 8192, 6)
     others = (plan.format(256, *rest) for rest in ((3, 4, 8192, 5), (4, 4, 8192, 3), (1, 8, 16384, 6)))
     told = "three programs take {} of the time of two, four {}, one of eight warps {};"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -427,6 +428,29 @@ def test_sweeps_fit_the_card_and_cover_the_rows(figures):
     many = kernels.plans.Layout(True, 64, 1 << 20, 1, 1 << 20, 1)
     far = kernels.plans.Layout(True, 64, 64, 1, 1 << 28, 1)
     assert [kernels.plans.sweep_of(p, 2, 1, 1, where) for p in (odd, outer, many, far)] == [None] * 4
+
+
+def test_studied_plans_are_plans(monkeypatch):
+    """What the benchmark of plans varies is there, and gives plans for the card it was written for."""
+    kernels = pytest.importorskip("inplace_abn.kernels")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    studies = importlib.import_module("plans")
+    where = kernels.plans.Card(*H200)
+    monkeypatch.setattr(kernels.plans, "card", lambda _: where)
+    for study, plans in studies.PLANS.items():
+        for _, plan in plans():
+            assert set(plan) <= set(vars(kernels.plans))
+            with monkeypatch.context() as changed:
+                for name, value in plan.items():
+                    changed.setattr(kernels.plans, name, value)
+                for n, c, h, w in studies.SHAPES[study]:
+                    inner = kernels.plans.Layout(True, n * h * w, c, 1, c, 1)
+                    if study == "sweep":
+                        assert kernels.plans.sweep_of(inner, 2, 2, 2, where) is not None
+                    elif study == "crew":
+                        cut = kernels.plans.cut(inner, 2, True, kernels.plans.LINE_BYTES)
+                        assert cut.constants["BC"] * 2 == min(kernels.plans.LINE_BYTES, 2 * c)
+                        assert kernels.plans.stages(8192, where) >= 1
 
 
 def test_launches_are_described_to_those_who_listen(monkeypatch):

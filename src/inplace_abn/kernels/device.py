@@ -403,15 +403,13 @@ def gradient(
 
 
 @triton.jit
-def coefficients(one, other, gamma, invstd, m, VARIANT_I: tl.constexpr):
-    """∑ dy·x̂, and scale, slope and constant of :func:`gradient`, from ∑ dy and ∑ dy·x̂ (I) or ∑ dy·(y − β) (II)."""
-    if not VARIANT_I:
-        other = other / gamma
+def coefficients(sum_dy, sum_dy_xhat, gamma, invstd, m, VARIANT_I: tl.constexpr):
+    """Scale, slope and constant of :func:`gradient`."""
     scale = gamma * invstd
-    slope = -scale * other / m
+    slope = -scale * sum_dy_xhat / m
     if not VARIANT_I:
         slope = slope / gamma
-    return other, scale, slope, -scale * one / m
+    return scale, slope, -scale * sum_dy / m
 
 
 @triton.jit
@@ -603,10 +601,12 @@ def backward_kernel(
             )  # fmt: skip
             if SHARED:
                 one, other = exchange(one, other, words_ptr, group, member, S, n, epoch, S * G, W, MW, BS, THREADS)
-            other, scale, slope, constant = coefficients(one, other, gamma, invstd, m, VARIANT_I)
+            if not VARIANT_I:
+                other = other / gamma
             if member == n % S:
                 tl.store(sum_dy_ptr + c, one, mask=known)
                 tl.store(sum_dy_xhat_ptr + c, other, mask=known)
+            scale, slope, constant = coefficients(one, other, gamma, invstd, m, VARIANT_I)
             gradient(
                 dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, mean, invstd, gamma, beta, scale, slope, constant, a,
                 slab, member, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
@@ -777,10 +777,9 @@ def input_grad_kernel(
     slope = scale
     constant = scale
     if not FIXED:
-        constant = -scale * tl.load(sum_dy_ptr + c, mask=known, other=0.0).to(tl.float32) / m
-        slope = -scale * tl.load(sum_dy_xhat_ptr + c, mask=known, other=0.0).to(tl.float32) / m
-        if not VARIANT_I:
-            slope = slope / gamma
+        one = tl.load(sum_dy_ptr + c, mask=known, other=0.0).to(tl.float32)
+        other = tl.load(sum_dy_xhat_ptr + c, mask=known, other=0.0).to(tl.float32)
+        scale, slope, constant = coefficients(one, other, gamma, invstd, m, VARIANT_I)
     gradient(
         dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, mean, invstd, gamma, shifted_by(bias_ptr, c, known, HAS_BIAS, W),
         scale, slope, constant, a,

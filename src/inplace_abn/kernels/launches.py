@@ -200,7 +200,7 @@ def _prepare(
             room = triton.next_power_of_2(c.slabs), triton.next_power_of_2(c.slabs * t.S * 2 * w)
         if inner:
             read = 1 + ("dz_ptr" in kernel.arg_names) + flags["RESIDUAL"]
-            # Where one map is read, and written or in long tiles, other programs' loads are as good.
+            # With one map to read, and one to write or numbers of 32 bits, other programs' loads are as good.
             single = kernel is device.transform_kernel or (kernel is device.moments_kernel and x.element_size() == 4)
             constants["STAGES"] = 1 if single else plans.stages(read * plans.TILE * x.element_size(), where)
             if kernel is device.sums_kernel:

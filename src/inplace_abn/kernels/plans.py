@@ -35,8 +35,10 @@ RING_PROGRAMS = 3
 RING_BYTES = 8192
 RING_TILES = 9
 RING_SLACK = 2
-# Bytes that a program has beside its tiles: 1 KiB of the system's, and what reductions need.
-RING_BESIDE = 1536
+# Bytes of shared memory that the system takes from every program, and what a program of a ring has beside its tiles: these, and
+# what reductions need.
+SYSTEM_BYTES = 1024
+RING_BESIDE = SYSTEM_BYTES + 512
 # Bytes of a map below which the L2 cache serves as well; a quarter of it where vectors are short.
 RING_LEAST = 32 << 20
 # Pixels of a channel below which edges of rows that start anywhere count too much.
@@ -343,8 +345,9 @@ def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) ->
     slabs, W = triton.cdiv(place.channels, P), triton.next_power_of_2(P * place.pixels)
     # Rows that all threads copy at once, and of those as many as a tile has room for.
     B, K = threads * V // W, SWEEP_BYTES // maps // (threads * 16)
-    # 1 KiB of the system's, and what adding up two sums over warps needs.
-    tiles = (where.shared // SWEEP_PROGRAMS - 1024 - 8 * W * min(SWEEP_WARPS, B)) // (K * threads * 16)
+    # What adding up two sums over warps needs.
+    beside = SYSTEM_BYTES + 8 * W * min(SWEEP_WARPS, B)
+    tiles = (where.shared // SWEEP_PROGRAMS - beside) // (K * threads * 16)
     # Each map that stays takes R tiles, each other one ``ahead``; R > ahead.
     ahead = min(SWEEP_AHEAD, (tiles - held) // maps)
     R = (tiles - (maps - held) * ahead) // held
@@ -362,6 +365,8 @@ def stages(read: int, where: Card) -> int:
 
 
 def resident(registers: int, shared: int, warps: int, where: Card) -> int:
-    """How many programs of a compiled kernel one processor holds: registers come by eights, shared memory with 1 KiB besides."""
+    """How many programs of a compiled kernel one processor holds; registers come by eights."""
     registers, threads = -(-max(registers, 16) // 8) * 8, 32 * warps
-    return min(where.registers // (registers * threads), where.shared // (shared + 1024), where.threads // threads)
+    return min(
+        where.registers // (registers * threads), where.shared // (shared + SYSTEM_BYTES), where.threads // threads
+    )

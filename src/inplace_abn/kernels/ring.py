@@ -379,7 +379,9 @@ def backward_kernel(
                 beta = beta_c
                 invstd = invstd_c
                 mean = mean_c
-                other, scale, slope, constant = coefficients(one, other, gamma, invstd, m, VARIANT_I)
+                if not VARIANT_I:
+                    other = other / gamma
+                scale, slope, constant = coefficients(one, other, gamma, invstd, m, VARIANT_I)
                 # Another member each time, so that none falls behind.
                 if known & (member == n % S):
                     gl.store(sum_dy_ptr + c, one)

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from .device import await_words, coefficients, finish, guarded, moments_from, plus, recovered, sample, stamped, track
-from .ring import async_copy, fetch
+from .ring import fetch
 
 
 @gluon.jit
@@ -57,6 +58,32 @@ def inside(t, limits):
     """Which elements of a member's tile t there are; only its last tile may have too few rows."""
     there, row, left, fewer = limits
     return there & (row < left - t * fewer)
+
+
+@gluon.jit
+def fetch_all(
+    ring_z, ring_dz, ring_r, slot, z_ptr, dz_ptr, r_ptr, at, there, RESIDUAL: gl.constexpr
+):  # fmt: skip
+    """Start to copy a tile of every map that backward reads, as one group."""
+    fetch(ring_z, slot, z_ptr + at, there)
+    fetch(ring_dz, slot, dz_ptr + at, there)
+    if RESIDUAL:
+        fetch(ring_r, slot, r_ptr + at, there)
+
+
+@gluon.jit
+def affine(
+    weight_ptr, bias_ptr, c, known, floor,
+    HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, P: gl.constexpr, LANES: gl.constexpr,
+):  # fmt: skip
+    """γ and β of a slab's channels; what is not there is made in a layout, which :mod:`.device` knows nothing of."""
+    gamma = gl.full([P], 1.0, gl.float32, LANES)
+    if HAS_WEIGHT:
+        gamma = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, P)
+    beta = gl.full([P], 0.0, gl.float32, LANES)
+    if HAS_BIAS:
+        beta = gl.load(bias_ptr + c, mask=known, other=0.0).to(gl.float32)
+    return gamma, beta
 
 
 @gluon.jit
@@ -169,18 +196,14 @@ def forward_kernel(
         if later < tiles:
             fetch(ring, later % R, x_ptr + (first + later * step) + offsets, inside(later, limits))
         async_copy.commit_group()
+    # Nothing is under way: on the way back, counts begin here.
     async_copy.wait_group(0)
     if RESIDUAL:
         for p in gl.static_range(AHEAD):
             t = tiles - 1 - p
             fetch(ring_r, p, r_ptr + (first + t * step) + offsets, inside(t, limits) & (t >= 0))
             async_copy.commit_group()
-    gamma = gl.full([P], 1.0, gl.float32, LANES)
-    if HAS_WEIGHT:
-        gamma = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, P)
-    beta = gl.full([P], 0.0, gl.float32, LANES)
-    if HAS_BIAS:
-        beta = gl.load(bias_ptr + c, mask=known, other=0.0).to(gl.float32)
+    gamma, beta = affine(weight_ptr, bias_ptr, c, known, floor, HAS_WEIGHT, HAS_BIAS, P, LANES)
     one, other = by_channel(ones, squares, pixels, W, P, WARPS)
     if SHARED:
         one, other = exchange(one, other, words_ptr, slab, member, S, slabs, epoch, P, COLUMNS, BS, WARPS)
@@ -234,21 +257,12 @@ def backward_kernel(
     ring_r = gl.allocate_shared_memory(number, [R if RESIDUAL else 1, K, B, W], SLOT)
     for p in gl.static_range(AHEAD):
         at = (first + p * step) + offsets
-        there = inside(p, limits)
-        fetch(ring_z, p, z_ptr + at, there)
-        fetch(ring_dz, p, dz_ptr + at, there)
-        if RESIDUAL:
-            fetch(ring_r, p, r_ptr + at, there)
+        fetch_all(ring_z, ring_dz, ring_r, p, z_ptr, dz_ptr, r_ptr, at, inside(p, limits), RESIDUAL)
         async_copy.commit_group()
     epoch = gl.load(sync_ptr, volatile=True)
     c = slab * P + gl.arange(0, P, LANES)
     known = c < channels
-    gamma_c = gl.full([P], 1.0, gl.float32, LANES)
-    if HAS_WEIGHT:
-        gamma_c = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, P)
-    beta_c = gl.full([P], 0.0, gl.float32, LANES)
-    if HAS_BIAS:
-        beta_c = gl.load(bias_ptr + c, mask=known, other=0.0).to(gl.float32)
+    gamma_c, beta_c = affine(weight_ptr, bias_ptr, c, known, floor, HAS_WEIGHT, HAS_BIAS, P, LANES)
     invstd_c = gl.load(invstd_ptr + c, mask=known, other=0.0)
     mean_c = gl.load(mean_ptr + c, mask=known, other=0.0) if FROM_X else invstd_c
     gamma = over_tile(gamma_c, pixels, TILE, W, P, WARPS)
@@ -272,17 +286,16 @@ def backward_kernel(
         # Behind the last, nothing instead of zeros, which would stand where a tile is held.
         if later < tiles:
             at = (first + later * step) + offsets
-            there = inside(later, limits)
-            fetch(ring_z, later % R, z_ptr + at, there)
-            fetch(ring_dz, later % R, dz_ptr + at, there)
-            if RESIDUAL:
-                fetch(ring_r, later % R, r_ptr + at, there)
+            fetch_all(ring_z, ring_dz, ring_r, later % R, z_ptr, dz_ptr, r_ptr, at, inside(later, limits), RESIDUAL)
         async_copy.commit_group()
+    # Nothing is under way: on the way back, counts begin here.
     async_copy.wait_group(0)
     one, other = by_channel(ones, others, pixels, W, P, WARPS)
     if SHARED:
         one, other = exchange(one, other, words_ptr, slab, member, S, slabs, epoch, P, COLUMNS, BS, WARPS)
-    other, scale, slope, constant = coefficients(one, other, gamma_c, invstd_c, m, VARIANT_I)
+    if not VARIANT_I:
+        other = other / gamma_c
+    scale, slope, constant = coefficients(one, other, gamma_c, invstd_c, m, VARIANT_I)
     if member == 0:
         gl.store(sum_dy_ptr + c, one, mask=known)
         gl.store(sum_dy_xhat_ptr + c, other, mask=known)
@@ -306,10 +319,7 @@ def backward_kernel(
         if NEED_R:
             gl.store(dr_ptr + at, dy.to(number), mask=there)
         at = (first + (t - R) * step) + offsets
-        fetch(ring_z, t % R, z_ptr + at, whole & (t >= R))
-        fetch(ring_dz, t % R, dz_ptr + at, whole & (t >= R))
-        if RESIDUAL:
-            fetch(ring_r, t % R, r_ptr + at, whole & (t >= R))
+        fetch_all(ring_z, ring_dz, ring_r, t % R, z_ptr, dz_ptr, r_ptr, at, whole & (t >= R), RESIDUAL)
         async_copy.commit_group()
     async_copy.wait_group(0)
     finish(sync_ptr, sync_ptr, epoch, 1, False, SHARED)

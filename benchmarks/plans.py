@@ -68,7 +68,7 @@ def ring_plans() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def sweep_plans() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "own", {}
-    for wide, programs, size, ahead in itertools.product((64, 128, 256), (1, 2, 3), (8192, 16384), (3, 6)):
+    for wide, programs, size, ahead in itertools.product((64, 128, 256), (1, 2, 3), (8192, 16384), (2, 4, 6)):
         names = {
             "SWEEP_WIDTHS": ((1 << 62, wide),),
             "SWEEP_PROGRAMS": programs,

@@ -103,8 +103,8 @@ def atomic_add(pointer, value, **_):
     return before
 
 
-def reduce(tiles, _axis, combine):
-    parts = [t.a for t in tiles]
+def reduce(tiles, axis, combine):
+    parts = [np.moveaxis(t.a, axis, 0) for t in tiles]
     while len(parts[0]) > 1:
         half = len(parts[0]) // 2
         parts = [t.a for t in combine(*(Tile(p[:half]) for p in parts), *(Tile(p[half:]) for p in parts))]
@@ -127,6 +127,7 @@ LANGUAGE = SimpleNamespace(
     maximum=lambda x, y: Tile(np.maximum(raw(x), raw(y))), minimum=lambda x, y: Tile(np.minimum(raw(x), raw(y))),
     sqrt=lambda x: Tile(np.sqrt(raw(x))), abs=lambda x: Tile(np.abs(raw(x))), exp=lambda x: Tile(np.exp(raw(x))),
     reshape=lambda t, shape: Tile(t.a.reshape(shape)), ravel=lambda t: Tile(t.a.ravel()), convert_layout=lambda t, _layout: t,
+    gather=lambda t, index, axis: Tile(np.take(t.a, index.a, axis)),
     log=lambda x: Tile(np.log(raw(x))), clamp=lambda x, low, high: Tile(np.clip(raw(x), low, high)),
 )  # fmt: skip
 

@@ -400,6 +400,7 @@ def test_sweeps_fit_the_card_and_cover_the_rows(figures):
     sizes = [(128, 256, 3136), (16, 128, 112896), (12, 4096, 9409), (8, 2048, 64), (3, 72, 5), (1, 8, 1), (500, 24, 40)]
     places = [kernels.plans.Layout(True, n * pixels, c, 1, c, 1) for n, c, pixels in sizes]
     places += [kernels.plans.Layout(False, n, c, 49, c * 49, 49) for n, c in ((128, 2048), (2, 24), (1000, 512))]
+    places += [kernels.plans.Layout(False, n, c, 66, c * 66, 66) for n, c in ((128, 512), (2, 24), (1000, 64))]
     sweeps = 0
     for place in places:
         for itemsize, maps, held in [(2, 1, 1), (2, 2, 1), (2, 2, 2), (2, 3, 3), (4, 1, 1), (4, 3, 3)]:
@@ -413,21 +414,24 @@ def test_sweeps_fit_the_card_and_cover_the_rows(figures):
             assert s.W >= s.P * place.pixels and place.row_stride % s.V == s.P * place.pixels % s.V == 0
             # A tile is whole rows of threads, and powers of two.
             assert s.B * s.W == 32 * kernels.plans.SWEEP_WARPS * s.V and all(n & (n - 1) == 0 for n in (s.K, s.B, s.W))
-            # No member is idle, and all columns have one who adds them up.
+            # No member is idle, and all columns have one who adds them up, or all members do.
             assert s.S <= -(-place.rows // (s.K * s.B)) and s.S * s.columns >= 2 * s.P
             # A slot is free before it is copied into.
-            assert 2 <= s.ahead < s.R
-            shared = s.K * s.B * s.W * itemsize * (held * s.R + (maps - held) * s.ahead)
-            beside = 8 * s.W * min(kernels.plans.SWEEP_WARPS, s.B)
+            assert 2 <= s.ahead < s.R and s.H >= 0
+            shared = s.K * s.B * s.W * itemsize * (held * (s.H + s.R) + (maps - held) * s.ahead)
+            beside = max(4 * s.B * s.W, 8 * s.P * kernels.plans.SWEEP_WARPS)
             each = kernels.plans.resident(s.registers, shared + beside, kernels.plans.SWEEP_WARPS, where)
             assert each * where.processors >= s.S * s.G
     assert sweeps >= 50
-    # Nothing for it: channels that are no whole vectors, many pixels, more slabs than programs, offsets of more than 32 bits.
+    # Nothing for it: channels that are no whole vectors, many pixels, channels of whole vectors that have not few pixels, more of
+    # a row than threads copy, more slabs than programs, offsets of more than 32 bits.
     odd = kernels.plans.Layout(True, 128 * 196, 1001, 1, 1001, 1)
     outer = kernels.plans.Layout(False, 128, 256, 3136, 256 * 3136, 3136)
+    whole = kernels.plans.Layout(False, 128, 64, 144, 64 * 144, 144)
+    long = kernels.plans.Layout(False, 128, 64, 225, 64 * 225, 225)
     many = kernels.plans.Layout(True, 64, 1 << 20, 1, 1 << 20, 1)
     far = kernels.plans.Layout(True, 64, 64, 1, 1 << 28, 1)
-    assert [kernels.plans.sweep_of(p, 2, 1, 1, where) for p in (odd, outer, many, far)] == [None] * 4
+    assert [kernels.plans.sweep_of(p, 2, 1, 1, where) for p in (odd, outer, whole, long, many, far)] == [None] * 6
 
 
 def test_studied_plans_are_plans(monkeypatch):
@@ -522,6 +526,7 @@ def few_processors(kernels, monkeypatch, processors, swept=False):
     monkeypatch.setattr(kernels.plans, "SWEEP_BYTES", 4096)
     monkeypatch.setattr(kernels.plans, "SWEEP_WARPS", 2)
     monkeypatch.setattr(kernels.plans, "SWEEP_AHEAD", 3)
+    monkeypatch.setattr(kernels.plans, "SWEEP_WORDS", 128)
     monkeypatch.setattr(kernels.launches, "_runner", lambda *_: None)
     # The interpreter's programs would wait for each other for ever.
     monkeypatch.setattr(kernels.plans, "team", lambda *_: pytest.fail("no room in shared memory"))
@@ -554,6 +559,8 @@ SWEPT = {
     "few pixels, one member": ((128, 64, 7, 7), "contiguous", 4),
     "few pixels, more than is held": ((700, 24, 7, 7), "contiguous", 2),
     "few pixels, more channels": ((40, 24, 5, 6), "contiguous", 9),
+    "some pixels": ((128, 256, 6, 11), "contiguous", 132),
+    "some pixels, more than is held": ((500, 32, 6, 11), "contiguous", 4),
 }
 if DEVICE == "cpu":
     HELD = {
@@ -575,6 +582,7 @@ if DEVICE == "cpu":
         "few pixels": ((40, 16, 5, 6), "contiguous", 6),
         "few pixels, more than is held": ((97, 16, 7, 7), "contiguous", 2),
         "few pixels, more channels": ((9, 24, 5, 6), "contiguous", 8),
+        "some pixels": ((21, 16, 6, 11), "contiguous", 4),
     }
 
 
@@ -795,9 +803,11 @@ for name, phi in ACTIVATIONS.items():
                     # Whole vectors, or nothing is gained.
                     assert "cp.async.cg.shared.global" in text and ", 0x10, " in text, text[:2000]
             if place in LAYOUTS[2:] or not plain:
-                in_sweep = {"V": 8, "K": 2, "R": 9, "AHEAD": 3, "COLUMNS": 2, "BS": 64, "WARPS": kernels.plans.SWEEP_WARPS}
-                packed = {"P": 8, "W": 512, "B": 2, "WHOLE": False}
-                in_sweep |= packed if place is LAYOUTS[3] else {"P": 64, "W": 64, "B": 16, "WHOLE": True}
+                in_sweep = {"V": 8, "K": 2, "H": 5, "R": 4, "AHEAD": 3, "BS": 64, "WARPS": kernels.plans.SWEEP_WARPS}
+                # Sums exchanged at once, and in two steps.
+                packed = {"P": 8, "W": 512, "B": 2, "WHOLE": False, "COLUMNS": 16}
+                inner = {"P": 64, "W": 64, "B": 16, "WHOLE": True, "COLUMNS": 2}
+                in_sweep |= packed if place is LAYOUTS[3] else inner
                 options = {"maxnreg": 255, "launch_cooperative_grid": True, "num_warps": kernels.plans.SWEEP_WARPS}
                 for kernel in (sweep.forward_kernel, sweep.backward_kernel):
                     text = build(kernel, architecture, {**constants, **in_sweep}, **options).asm["ptx"]

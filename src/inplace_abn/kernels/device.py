@@ -170,38 +170,45 @@ def median(p, q, r):
 
 
 @triton.jit
-def sampled(at, known, i: tl.constexpr, rows, pixels, row_stride):
-    """Element i of nine: rows in their order, pixels in another."""
-    r = tl.cast(rows, tl.int64) * (2 * i + 1) // 18
-    s = tl.cast(pixels, tl.int64) * (2 * (4 * i % 9) + 1) // 18
-    return tl.load(at + r * row_stride + s, mask=known, other=0.0).to(tl.float32)
+def part(n, i: tl.constexpr):
+    """⌊n·(2·i + 1)/18⌋, in 32 bits, which cost a third of what 64 do."""
+    return n // 18 * (2 * i + 1) + n % 18 * (2 * i + 1) // 18
 
 
 @triton.jit
-def sample(x_ptr, c, known, rows, pixels, row_stride, channel_stride):
-    """One of nine elements of every channel, which lie apart and off the borders: what moments are taken about.
+def sampled(at, known, i: tl.constexpr, rows, pixels, row_stride):
+    """Element i of nine: rows in their order, pixels in another."""
+    at += tl.cast(part(rows, i), tl.int64) * row_stride + part(pixels, 4 * i % 9)
+    return tl.load(at, mask=known, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def samples(x_ptr, c, known, rows, pixels, row_stride, channel_stride):
+    """Nine elements of every channel, which lie apart and off the borders."""
+    at = x_ptr + c.to(tl.int64) * channel_stride
+    nine = ()
+    for i in tl.static_range(9):
+        nine = nine + (sampled(at, known, i, rows, pixels, row_stride),)
+    return nine
+
+
+@triton.jit
+def one_of(nine):
+    """What moments are taken about: one of nine samples of every channel.
 
     var = ∑(x − k)²/m − (∑(x − k)/m)² costs digits only where k is far from the mean, by a share of about u·(k − mean)²/var. The
     median of three medians is an outlier only if four of the nine are. Outliers that make up a share p of a channel set var
     themselves, and then the error is about u/p: for 10⁻³ it takes p < 10⁻⁴, and four of nine at once.
     """
-    at = x_ptr + c.to(tl.int64) * channel_stride
-    a = median(
-        sampled(at, known, 0, rows, pixels, row_stride),
-        sampled(at, known, 1, rows, pixels, row_stride),
-        sampled(at, known, 2, rows, pixels, row_stride),
+    return median(
+        median(nine[0], nine[1], nine[2]), median(nine[3], nine[4], nine[5]), median(nine[6], nine[7], nine[8])
     )
-    b = median(
-        sampled(at, known, 3, rows, pixels, row_stride),
-        sampled(at, known, 4, rows, pixels, row_stride),
-        sampled(at, known, 5, rows, pixels, row_stride),
-    )
-    d = median(
-        sampled(at, known, 6, rows, pixels, row_stride),
-        sampled(at, known, 7, rows, pixels, row_stride),
-        sampled(at, known, 8, rows, pixels, row_stride),
-    )
-    return median(a, b, d)
+
+
+@triton.jit
+def sample(x_ptr, c, known, rows, pixels, row_stride, channel_stride):
+    """One of nine elements of every channel."""
+    return one_of(samples(x_ptr, c, known, rows, pixels, row_stride, channel_stride))
 
 
 @triton.jit
@@ -413,22 +420,28 @@ def coefficients(sum_dy, sum_dy_xhat, gamma, invstd, m, VARIANT_I: tl.constexpr)
 
 
 @triton.jit
-def move(running_ptr, c, known, batch, newest):
+def tracked(running_mean_ptr, running_var_ptr, tracked_ptr, c, known, momentum, CUMULATIVE: tl.constexpr):
+    """What :func:`track` wants to know, to be loaded early: the running statistics, and what the newest batch counts for."""
+    newest = momentum
+    if CUMULATIVE:
+        newest = 1.0 / (tl.load(tracked_ptr) + 1).to(tl.float32)
+    mean = tl.load(running_mean_ptr + c, mask=known, other=0.0).to(tl.float32)
+    var = tl.load(running_var_ptr + c, mask=known, other=0.0).to(tl.float32)
+    return mean, var, newest
+
+
+@triton.jit
+def move(running_ptr, c, known, was, batch, newest):
     """running ← running + newest·(batch − running)."""
-    was = tl.load(running_ptr + c, mask=known, other=0.0).to(tl.float32)
     tl.store(running_ptr + c, (was + newest * (batch - was)).to(running_ptr.dtype.element_ty), mask=known)
 
 
 @triton.jit
-def track(
-    running_mean_ptr, running_var_ptr, tracked_ptr, c, known, mean, var, m, momentum, CUMULATIVE: tl.constexpr
-):  # fmt: skip
+def track(running_mean_ptr, running_var_ptr, was, c, known, mean, var, m):
     """Move the running statistics; the counter itself is moved when every program has read it."""
-    newest = momentum
-    if CUMULATIVE:
-        newest = 1.0 / (tl.load(tracked_ptr) + 1).to(tl.float32)
-    move(running_mean_ptr, c, known, mean, newest)
-    move(running_var_ptr, c, known, var * (m / tl.maximum(m - 1.0, 1.0)), newest)
+    was_mean, was_var, newest = was
+    move(running_mean_ptr, c, known, was_mean, mean, newest)
+    move(running_var_ptr, c, known, was_var, var * (m / tl.maximum(m - 1.0, 1.0)), newest)
 
 
 # ---- between the members of a slab, within one launch
@@ -502,15 +515,24 @@ def exchange(
 
 
 @triton.jit
-def finish(sync_ptr, tracked_ptr, epoch, rounds, COUNTED: tl.constexpr, SHARED: tl.constexpr):
-    """The last program leaves a fresh epoch for the next launch, and counts the batch."""
-    if COUNTED or SHARED:
+def finish(
+    sync_ptr, tracked_ptr, epoch, rounds, COUNTED: tl.constexpr, CUMULATIVE: tl.constexpr, SHARED: tl.constexpr
+):  # fmt: skip
+    """The last program leaves a fresh epoch for the next launch, and counts the batch; where nobody else asks, the first counts.
+
+    Relaxed: what others may still read, epoch, words and counter, a program has used when it comes here; what it has written
+    is for the next launch, and need not have arrived.
+    """
+    if SHARED or (COUNTED and CUMULATIVE):
         tl.debug_barrier()
-        if tl.atomic_add(sync_ptr + 1, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        if tl.atomic_add(sync_ptr + 1, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
             tl.store(sync_ptr + 1, 0)
             tl.store(sync_ptr, epoch + rounds)
             if COUNTED:
                 tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
+    elif COUNTED:
+        if tl.program_id(0) == 0:
+            tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
 
 
 @triton.jit
@@ -554,7 +576,8 @@ def forward_kernel(
             if member == n % S:
                 tl.store(invstd_ptr + c, invstd, mask=known)
                 if TRACK:
-                    track(running_mean_ptr, running_var_ptr, tracked_ptr, c, known, mean, var, m, momentum, CUMULATIVE)
+                    was = tracked(running_mean_ptr, running_var_ptr, tracked_ptr, c, known, momentum, CUMULATIVE)
+                    track(running_mean_ptr, running_var_ptr, was, c, known, mean, var, m)
             scale = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, W) * invstd
             # While there is something else to do.
             ahead = sample(x_ptr, c + G * W, c + G * W < channels, rows, pixels, row_stride, channel_stride)
@@ -563,7 +586,7 @@ def forward_kernel(
                 rows, channels, pixels, row_stride, channel_stride, across,
                 RESIDUAL, PHI, INNER, BR, BC, W, V, EDGES, WHOLE, STAGES,
             )  # fmt: skip
-    finish(sync_ptr, tracked_ptr, epoch, rounds, COUNTED, SHARED)
+    finish(sync_ptr, tracked_ptr, epoch, rounds, COUNTED, CUMULATIVE, SHARED)
 
 
 @triton.jit
@@ -612,7 +635,7 @@ def backward_kernel(
                 slab, member, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
                 RESIDUAL, NEED_R, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, False, INNER, BR, BC, W, V, EDGES, WHOLE, STAGES,
             )  # fmt: skip
-    finish(sync_ptr, sync_ptr, epoch, rounds, False, SHARED)
+    finish(sync_ptr, sync_ptr, epoch, rounds, False, False, SHARED)
 
 
 # ---- the verbs, one launch each: any number of members, none of which waits
@@ -682,7 +705,8 @@ def moments_kernel(
         tl.store(var_ptr + c, var, mask=known)
         tl.store(invstd_ptr + c, 1.0 / tl.sqrt(var + eps), mask=known)
         if TRACK:
-            track(running_mean_ptr, running_var_ptr, tracked_ptr, c, known, mean, var, m, momentum, CUMULATIVE)
+            was = tracked(running_mean_ptr, running_var_ptr, tracked_ptr, c, known, momentum, CUMULATIVE)
+            track(running_mean_ptr, running_var_ptr, was, c, known, mean, var, m)
 
 
 @triton.jit

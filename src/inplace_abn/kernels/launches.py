@@ -237,7 +237,7 @@ def _held_launch(
     """The launch of a fused kernel that holds its maps in shared memory; None where the card cannot."""
     x, forward = tensors[0], kernel is device.forward_kernel
     how = (place, x.element_size(), twice + (forward and flags["RESIDUAL"]), twice, where)
-    c = plans.ring_of(*how) or plans.sweep_of(*how)
+    c = plans.sweep_of(*how) or plans.ring_of(*how)
     if c is None:
         return None
     module, warps, words, constants, numbers = _in_a_ring(c, place) if isinstance(c, plans.Ring) else _swept(c, place)
@@ -281,12 +281,12 @@ def _in_a_ring(c: plans.Ring, place: plans.Layout) -> Held:
 
 
 def _swept(c: plans.Sweep, place: plans.Layout) -> Held:
-    warps = plans.SWEEP_WARPS
+    warps, once = plans.SWEEP_WARPS, c.columns == 2 * c.P
     constants = {
-        "V": c.V, "P": c.P, "W": c.W, "K": c.K, "B": c.B, "R": c.R, "AHEAD": c.ahead, "COLUMNS": c.columns,
+        "V": c.V, "P": c.P, "W": c.W, "K": c.K, "B": c.B, "H": c.H, "R": c.R, "AHEAD": c.ahead, "COLUMNS": c.columns,
         "WHOLE": place.channels % c.P == 0 and c.P * place.pixels == c.W,
-        # As many words as threads, or more.
-        "BS": max(triton.next_power_of_2(c.S), 32 * warps // min(32, c.columns)),
+        # Rows of words that a member reads; as many words as threads, or more.
+        "BS": max(triton.next_power_of_2(2 * c.S if once else c.S), 32 * warps // min(32, c.P if once else c.columns)),
     }  # fmt: skip
     numbers = (place.rows, place.channels, place.pixels, place.row_stride, c.G, c.S)
     return sweep, warps, 2 * c.P * (c.S + 1) * c.G if c.S > 1 else 1, constants, numbers

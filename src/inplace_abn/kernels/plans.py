@@ -43,12 +43,15 @@ RING_BESIDE = SYSTEM_BYTES + 512
 RING_LEAST = 32 << 20
 # Pixels of a channel below which edges of rows that start anywhere count too much.
 RING_PIXELS = 512
-# Where maps are swept over, and the last tiles held: warps and programs as above, bytes of a tile of all maps, tiles ahead, and
-# what a row of a slab spans, by the bytes of a map: wide strips come from memory faster, narrow ones have less to exchange.
+# Where maps are swept over, and as many tiles held as fit: warps and programs as above, bytes of a tile of all maps, tiles ahead,
+# words of a slab that every member reads itself, pixels that are few if they are no whole vectors, and what a row of a slab
+# spans, by the bytes of a map: wide strips come from memory faster, narrow ones have less to exchange.
 SWEEP_WARPS = 4
 SWEEP_PROGRAMS = 2
 SWEEP_BYTES = 8192
-SWEEP_AHEAD = 6
+SWEEP_AHEAD = 4
+SWEEP_WORDS = 4096
+SWEEP_FEW = 256
 SWEEP_WIDTHS = ((16 << 20, 64), (64 << 20, 128), (1 << 62, 256))
 
 
@@ -121,7 +124,8 @@ class Ring(NamedTuple):
 class Sweep(NamedTuple):
     """Slabs of P channels, W elements wide, in vectors of V; each of G has S members, which take tiles of K·B rows in turn.
 
-    R tiles are held, ``ahead`` of them are being copied, and a member adds up ``columns`` of the 2·P sums for all.
+    The first H tiles and the last R are held, ``ahead`` are being copied, and a member adds up ``columns`` of the 2·P sums for
+    all.
     """
 
     V: int
@@ -129,6 +133,7 @@ class Sweep(NamedTuple):
     W: int
     K: int
     B: int
+    H: int
     R: int
     ahead: int
     S: int
@@ -228,9 +233,9 @@ def cut(place: Layout, itemsize: int, aligned: bool, line: int = LINE_BYTES) -> 
     return Cut(constants, triton.cdiv(place.channels, w), blocks, across, bytes_of_slab)
 
 
-def _packed(place: Layout, itemsize: int, vector: int) -> tuple[int, int] | None:
+def _packed(place: Layout, itemsize: int, vector: int, few: int = FEW) -> tuple[int, int] | None:
     """Channels of a slab and the vectors it is read in, where channels lie behind each other and have few pixels each."""
-    if place.inner or not 1 < place.pixels <= FEW or place.channel_stride != place.pixels:
+    if place.inner or not 1 < place.pixels <= few or place.channel_stride != place.pixels:
         return None
     w = 1
     while w * place.pixels * itemsize < PACK_BYTES or w * place.pixels % vector:
@@ -327,12 +332,12 @@ def ring_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> 
 def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> Sweep | None:
     """How channels that are innermost, or have few pixels, are swept over: so many maps, of which so many are read twice.
 
-    None if channels are neither, rows are no whole vectors, there are more slabs than programs, shared memory has too little
-    room, or offsets within a tile need more than 32 bits.
+    None if channels are neither, rows are no whole vectors, or there are more elements of a row to a slab than threads copy at
+    once, more slabs than programs, or offsets of more than 32 bits within a tile; or if shared memory has too little room.
     """
     V, threads, programs = 16 // itemsize, 32 * SWEEP_WARPS, SWEEP_PROGRAMS * where.processors
-    packed = _packed(place, itemsize, V)
-    if packed is not None and packed[1] == V:
+    packed = _packed(place, itemsize, V, SWEEP_FEW if place.pixels % V else FEW)
+    if packed is not None and packed[1] == V and packed[0] * place.pixels <= threads * V:
         P, widest = packed[0], min(PACK_CHANNELS, threads * V // place.pixels)
     elif place.inner and place.channels % V == place.row_stride % V == 0:
         size = place.rows * place.channels * itemsize
@@ -345,18 +350,20 @@ def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) ->
     slabs, W = triton.cdiv(place.channels, P), triton.next_power_of_2(P * place.pixels)
     # Rows that all threads copy at once, and of those as many as a tile has room for.
     B, K = threads * V // W, SWEEP_BYTES // maps // (threads * 16)
-    # What adding up two sums over warps needs.
-    beside = SYSTEM_BYTES + 8 * W * min(SWEEP_WARPS, B)
+    # What it takes to turn a sum of a tile's rows round, or to add up two of every channel over warps.
+    beside = SYSTEM_BYTES + max(4 * B * W, 8 * P * SWEEP_WARPS)
     tiles = (where.shared // SWEEP_PROGRAMS - beside) // (K * threads * 16)
-    # Each map that stays takes R tiles, each other one ``ahead``; R > ahead.
+    # Each map that stays takes H + R tiles, each other one ``ahead``; R > ahead.
     ahead = min(SWEEP_AHEAD, (tiles - held) // maps)
-    R = (tiles - (maps - held) * ahead) // held
+    R = ahead + 1
+    H = (tiles - (maps - held) * ahead) // held - R
     if ahead < 2 or slabs > programs or K * B * place.row_stride >= 1 << 31:
         return None
     across = triton.cdiv(place.rows, K * B)
     S = triton.cdiv(across, triton.cdiv(across, programs // slabs))
     limit = min(255, where.registers // (SWEEP_PROGRAMS * threads) // 8 * 8)
-    return Sweep(V, P, W, K, B, R, ahead, S, slabs, triton.next_power_of_2(triton.cdiv(2 * P, S)), limit)
+    columns = 2 * P if 2 * P * S <= SWEEP_WORDS else triton.next_power_of_2(triton.cdiv(2 * P, S))
+    return Sweep(V, P, W, K, B, H, R, ahead, S, slabs, columns, limit)
 
 
 def stages(read: int, where: Card) -> int:

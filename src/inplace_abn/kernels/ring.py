@@ -34,6 +34,7 @@ from .device import (
     sample,
     stamped,
     track,
+    tracked,
     value,
 )
 
@@ -240,9 +241,8 @@ def forward_kernel(
                 if known & (member == n % S):
                     gl.store(invstd_ptr + c, invstd)
                     if TRACK:
-                        track(
-                            running_mean_ptr, running_var_ptr, tracked_ptr, c, known, mean, var, m, momentum, CUMULATIVE
-                        )
+                        was = tracked(running_mean_ptr, running_var_ptr, tracked_ptr, c, known, momentum, CUMULATIVE)
+                        track(running_mean_ptr, running_var_ptr, was, c, known, mean, var, m)
                 scale = gamma * invstd
                 beta = beta_c
                 if EDGES:
@@ -267,7 +267,7 @@ def forward_kernel(
             publish(first, second, words_ptr, group, member, S, n, epoch, S * G)
         k = k_next
     async_copy.wait_group(0)
-    finish(sync_ptr, tracked_ptr, epoch, gl.cdiv(slabs, G), COUNTED, True)
+    finish(sync_ptr, tracked_ptr, epoch, gl.cdiv(slabs, G), COUNTED, CUMULATIVE, True)
 
 
 @gluon.jit
@@ -425,4 +425,4 @@ def backward_kernel(
         invstd_d = invstd_next
         mean_d = mean_next
     async_copy.wait_group(0)
-    finish(sync_ptr, sync_ptr, epoch, gl.cdiv(slabs, G), False, True)
+    finish(sync_ptr, sync_ptr, epoch, gl.cdiv(slabs, G), False, False, True)

@@ -3,10 +3,12 @@
 A slab is P neighbouring channels: P·pixels elements of every row, rounded up to W. All slabs are worked on at once, and the S
 members of a slab take tiles of K·B rows in turn, so that all programs together sweep over memory. A member
 
-1. copies its tiles into the slots of a ring in shared memory, AHEAD of adding them up; the last R of them stay there;
-2. publishes its sums, adds up some columns of those of all members, publishes these totals, and collects all totals;
-3. sweeps back: transforms the tiles, the last one first, R of which it holds, and copies into each slot that becomes free the
-   tile that stands R before, which may still be in the L2 cache.
+1. copies its tiles into shared memory, AHEAD of adding them up: the first H stay there, the others take turns in the R slots of a
+   ring, where the last R stay;
+2. publishes its sums, and adds up those of all members; where these are many, some columns of them, publishes such totals, and
+   collects all totals;
+3. sweeps back: transforms the tiles, the last one first, and copies into each slot of the ring that becomes free the tile that
+   stands R before. The L2 cache has read these last, and has the more of them as it need not have the first.
 
 On the way there a tile is complete when AHEAD − 1 copies are still under way, on the way back when R − 1 are; where r is copied,
 too, AHEAD tiles ahead of its use and in one group with x, when AHEAD − 1 are, which is fewer: R > AHEAD.
@@ -20,7 +22,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from .device import await_words, coefficients, finish, guarded, moments_from, plus, recovered, sample, stamped, track
+from .device import (
+    await_words,
+    coefficients,
+    finish,
+    guarded,
+    moments_from,
+    one_of,
+    plus,
+    recovered,
+    samples,
+    stamped,
+    track,
+    tracked,
+)
 from .ring import fetch
 
 
@@ -61,6 +76,12 @@ def inside(t, limits):
 
 
 @gluon.jit
+def slot_of(t, H: gl.constexpr, R: gl.constexpr):
+    """Where a member's tile t is held."""
+    return gl.where(t < H, t, H + (t - H) % R)
+
+
+@gluon.jit
 def fetch_all(
     ring_z, ring_dz, ring_r, slot, z_ptr, dz_ptr, r_ptr, at, there, RESIDUAL: gl.constexpr
 ):  # fmt: skip
@@ -87,35 +108,60 @@ def affine(
 
 
 @gluon.jit
-def owners(pixels, W: gl.constexpr, P: gl.constexpr, WARPS: gl.constexpr):
+def owners(pixels, W: gl.constexpr, P: gl.constexpr, ELEMENTS: gl.constexpr):
     """Which of a slab's P channels has which of its elements; the last one has what is behind it, where nothing is read."""
-    OWN: gl.constexpr = gl.BlockedLayout([P, 1], [1, 32], [1, WARPS], [1, 0])
-    p = gl.expand_dims(gl.arange(0, P, gl.SliceLayout(1, OWN)), 1)
-    return p == gl.expand_dims(gl.minimum(gl.arange(0, W, gl.SliceLayout(0, OWN)) // pixels, P - 1), 0)
+    return gl.minimum(gl.arange(0, W, ELEMENTS) // pixels, P - 1)
 
 
 @gluon.jit
-def by_channel(a, b, pixels, W: gl.constexpr, P: gl.constexpr, WARPS: gl.constexpr):
+def by_channel(a, b, pixels, V: gl.constexpr, W: gl.constexpr, P: gl.constexpr, WARPS: gl.constexpr):
     """Two sums over lines of a slab, for each of its channels."""
-    OWN: gl.constexpr = gl.BlockedLayout([P, 1], [1, 32], [1, WARPS], [1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    a, b = gl.reduce((a, b), 0, plus)
+    # Columns side by side in a warp. As they come, a thread has V of them, and adding them up over warps would go to few banks of
+    # shared memory again and again: at 7×7 in 16 bits that took 2.4 µs.
+    WIDE: gl.constexpr = W if W < 32 else 32
+    ACROSS: gl.constexpr = W // WIDE if W // WIDE < WARPS else WARPS
+    LINES: gl.constexpr = gl.BlockedLayout(
+        [V * WIDE * ACROSS // W, 1], [32 // WIDE, WIDE], [WARPS // ACROSS, ACROSS], [1, 0]
+    )
+    a, b = gl.reduce((gl.convert_layout(a, LINES), gl.convert_layout(b, LINES)), 0, plus)
     if P < W:
-        own = owners(pixels, W, P, WARPS)
-        a = gl.sum(gl.where(own, gl.expand_dims(gl.convert_layout(a, gl.SliceLayout(0, OWN)), 0), 0.0), 1)
-        b = gl.sum(gl.where(own, gl.expand_dims(gl.convert_layout(b, gl.SliceLayout(0, OWN)), 0), 0.0), 1)
+        OWN: gl.constexpr = gl.BlockedLayout([P, 1], [1, 32], [1, WARPS], [1, 0])
+        a = gl.expand_dims(gl.convert_layout(a, gl.SliceLayout(0, OWN)), 0)
+        b = gl.expand_dims(gl.convert_layout(b, gl.SliceLayout(0, OWN)), 0)
+        p = gl.expand_dims(gl.arange(0, P, gl.SliceLayout(1, OWN)), 1)
+        own = p == gl.expand_dims(owners(pixels, W, P, gl.SliceLayout(0, OWN)), 0)
+        a, b = gl.reduce((gl.where(own, a, 0.0), gl.where(own, b, 0.0)), 1, plus)
     return gl.convert_layout(a, LANES), gl.convert_layout(b, LANES)
 
 
 @gluon.jit
-def over_tile(v, pixels, TILE: gl.constexpr, W: gl.constexpr, P: gl.constexpr, WARPS: gl.constexpr):
+def over_tile(v, pixels, TILE: gl.constexpr, W: gl.constexpr, P: gl.constexpr):
     """What a slab's channels have, as its tiles have it."""
-    if P < W:
-        OWN: gl.constexpr = gl.BlockedLayout([P, 1], [1, 32], [1, WARPS], [1, 0])
-        v = gl.expand_dims(gl.convert_layout(v, gl.SliceLayout(1, OWN)), 1)
-        v = gl.sum(gl.where(owners(pixels, W, P, WARPS), v, 0.0), 0)
-    v = gl.convert_layout(v, gl.SliceLayout(0, gl.SliceLayout(0, TILE)))
+    ELEMENTS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, TILE))
+    v = gl.gather(v, owners(pixels, W, P, ELEMENTS), 0) if P < W else gl.convert_layout(v, ELEMENTS)
     return gl.expand_dims(gl.expand_dims(v, 0), 0)
+
+
+@gluon.jit
+def collect(words_ptr, n, stamp, P: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """The sums of n pairs of P words, once all bear the stamp."""
+    LONG: gl.constexpr = P if P < 32 else 32
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LONG, LONG], [WARPS, 1], [1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    r = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, PAIRS)), 1)
+    i = gl.expand_dims(gl.arange(0, P, gl.SliceLayout(0, PAIRS)), 0)
+    words = await_words(words_ptr + r * P + i, (r < 2 * n) & (i >= 0), stamp)
+    one, other = gl.reduce((gl.where(r % 2 == 0, words, 0.0), gl.where(r % 2 == 1, words, 0.0)), 0, plus)
+    return gl.convert_layout(one, LANES), gl.convert_layout(other, LANES)
+
+
+@gluon.jit
+def call_for(words_ptr, slab, member, S, P: gl.constexpr, WARPS: gl.constexpr):
+    """Have the words that :func:`exchange` will write in the L2 cache, where others will look for them; nobody waits for it."""
+    own = words_ptr + (slab * S + member) * 2 * P + gl.arange(0, P, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    gl.load(own, volatile=True)
+    gl.load(own + P, volatile=True)
 
 
 @gluon.jit
@@ -123,35 +169,34 @@ def exchange(
     one, other, words_ptr, slab, member, S, slabs, epoch,
     P: gl.constexpr, COLUMNS: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The sums of both over the members of a slab: each adds up COLUMNS of the 2·P columns for all, if there are any left.
+    """The sums of both over the members of a slab, in an order that is the same for all members.
 
-    COLUMNS divides 2·P. The layouts have as many words as threads, or more: no two threads read one word and disagree about it.
+    Few words: every member adds up all of them (COLUMNS is 2·P). Many: each adds up COLUMNS of the 2·P columns for all, if there
+    are any left. COLUMNS divides 2·P. The layouts have as many words as threads, or more: no two threads read one word and
+    disagree about it.
     """
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    # Columns that a warp reads side by side.
-    WIDE: gl.constexpr = COLUMNS if COLUMNS < 32 else 32
-    ADD: gl.constexpr = gl.BlockedLayout([1, 1], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
-    LONG: gl.constexpr = P if P < 32 else 32
-    TWO: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LONG, LONG], [WARPS, 1], [1, 0])
     # Not 0, which fresh words hold.
     stamp = epoch + 1
-    c = gl.arange(0, P, LANES)
     partial = words_ptr + slab * S * 2 * P
-    gl.store(partial + member * 2 * P + c, stamped(one, stamp))
-    gl.store(partial + member * 2 * P + P + c, stamped(other, stamp))
-    totals = words_ptr + (slabs * S + slab) * 2 * P
-    if member * COLUMNS < 2 * P:
-        s = gl.expand_dims(gl.arange(0, BS, gl.SliceLayout(1, ADD)), 1)
-        j = member * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, ADD))
-        column = gl.expand_dims(j, 0)
-        sums = gl.sum(await_words(partial + s * 2 * P + column, (s < S) & (column >= 0), stamp), 0)
-        gl.store(totals + j, stamped(sums, stamp))
-    r = gl.expand_dims(gl.arange(0, WARPS * 32 // LONG, gl.SliceLayout(1, TWO)), 1)
-    i = gl.expand_dims(gl.arange(0, P, gl.SliceLayout(0, TWO)), 0)
-    both = await_words(totals + r * P + i, (r < 2) & (i >= 0), stamp)
-    one = gl.sum(gl.where(r == 0, both, 0.0), 0)
-    other = gl.sum(gl.where(r == 1, both, 0.0), 0)
-    return gl.convert_layout(one, LANES), gl.convert_layout(other, LANES)
+    own = partial + member * 2 * P + gl.arange(0, P, LANES)
+    gl.store(own, stamped(one, stamp))
+    gl.store(own + P, stamped(other, stamp))
+    if COLUMNS == 2 * P:
+        one, other = collect(partial, S, stamp, P, BS, WARPS)
+    else:
+        # Columns that a warp reads side by side.
+        WIDE: gl.constexpr = COLUMNS if COLUMNS < 32 else 32
+        ADD: gl.constexpr = gl.BlockedLayout([1, 1], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
+        totals = words_ptr + (slabs * S + slab) * 2 * P
+        if member * COLUMNS < 2 * P:
+            s = gl.expand_dims(gl.arange(0, BS, gl.SliceLayout(1, ADD)), 1)
+            j = member * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, ADD))
+            column = gl.expand_dims(j, 0)
+            sums = gl.sum(await_words(partial + s * 2 * P + column, (s < S) & (column >= 0), stamp), 0)
+            gl.store(totals + j, stamped(sums, stamp))
+        one, other = collect(totals, 1, stamp, P, WARPS * 32 // (P if P < 32 else 32), WARPS)
+    return one, other
 
 
 @gluon.jit
@@ -161,7 +206,8 @@ def forward_kernel(
     TRACK: gl.constexpr, CUMULATIVE: gl.constexpr, COUNTED: gl.constexpr,
     HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PHI: gl.constexpr,
     V: gl.constexpr, P: gl.constexpr, W: gl.constexpr, K: gl.constexpr, B: gl.constexpr, WHOLE: gl.constexpr,
-    R: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, COLUMNS: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
+    H: gl.constexpr, R: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, COLUMNS: gl.constexpr, BS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.device.forward_kernel`. Bytes: x read once, and again what is not held; r read and z written once."""
     J: gl.constexpr = W // V if W // V < 32 else 32
@@ -172,29 +218,37 @@ def forward_kernel(
     slab, member, tiles, first, step, offsets, limits = begin(
         rows, channels, pixels, row_stride, slabs, S, TILE, K, B, W, P, V, WHOLE
     )
-    ring = gl.allocate_shared_memory(number, [R, K, B, W], SLOT)
+    c = slab * P + gl.arange(0, P, LANES)
+    known = c < channels
+    # What is waited for first is asked for first.
+    nine = samples(x_ptr, c, known, rows, pixels, row_stride, pixels)
+    ring = gl.allocate_shared_memory(number, [H + R, K, B, W], SLOT)
     # r is wanted for the transform alone.
     ring_r = gl.allocate_shared_memory(number, [AHEAD if RESIDUAL else 1, K, B, W], SLOT)
     for p in gl.static_range(AHEAD):
-        fetch(ring, p, x_ptr + (first + p * step) + offsets, inside(p, limits))
+        fetch(ring, slot_of(p, H, R), x_ptr + (first + p * step) + offsets, inside(p, limits))
         async_copy.commit_group()
     epoch = gl.load(sync_ptr, volatile=True)
-    c = slab * P + gl.arange(0, P, LANES)
-    known = c < channels
-    about = sample(x_ptr, c, known, rows, pixels, row_stride, pixels)
-    k = over_tile(about, pixels, TILE, W, P, WARPS)
+    if SHARED:
+        call_for(words_ptr, slab, member, S, P, WARPS)
+    gamma, beta = affine(weight_ptr, bias_ptr, c, known, floor, HAS_WEIGHT, HAS_BIAS, P, LANES)
+    if TRACK:
+        mine = known & (member == 0)
+        was = tracked(running_mean_ptr, running_var_ptr, tracked_ptr, c, mine, momentum, CUMULATIVE)
+    about = one_of(nine)
+    k = over_tile(about, pixels, TILE, W, P)
     ones = gl.full([B, W], 0.0, gl.float32, gl.SliceLayout(0, TILE))
     squares = ones
     for t in range(tiles):
         async_copy.wait_group(AHEAD - 1)
         # Where there is nothing, zeros were copied: they deviate by nothing from 0.
-        d = ring.index(t % R).load(TILE).to(gl.float32) - gl.where(inside(t, limits), k, 0.0)
+        d = ring.index(slot_of(t, H, R)).load(TILE).to(gl.float32) - gl.where(inside(t, limits), k, 0.0)
         ones += gl.sum(d, 0)
         squares += gl.sum(d * d, 0)
         later = t + AHEAD
         # Behind the last, nothing instead of zeros, which would stand where a tile is held.
         if later < tiles:
-            fetch(ring, later % R, x_ptr + (first + later * step) + offsets, inside(later, limits))
+            fetch(ring, slot_of(later, H, R), x_ptr + (first + later * step) + offsets, inside(later, limits))
         async_copy.commit_group()
     # Nothing is under way: on the way back, counts begin here.
     async_copy.wait_group(0)
@@ -203,8 +257,7 @@ def forward_kernel(
             t = tiles - 1 - p
             fetch(ring_r, p, r_ptr + (first + t * step) + offsets, inside(t, limits) & (t >= 0))
             async_copy.commit_group()
-    gamma, beta = affine(weight_ptr, bias_ptr, c, known, floor, HAS_WEIGHT, HAS_BIAS, P, LANES)
-    one, other = by_channel(ones, squares, pixels, W, P, WARPS)
+    one, other = by_channel(ones, squares, pixels, V, W, P, WARPS)
     if SHARED:
         one, other = exchange(one, other, words_ptr, slab, member, S, slabs, epoch, P, COLUMNS, BS, WARPS)
     mean, var = moments_from(about, one, other, m)
@@ -212,25 +265,25 @@ def forward_kernel(
     if member == 0:
         gl.store(invstd_ptr + c, invstd, mask=known)
         if TRACK:
-            track(running_mean_ptr, running_var_ptr, tracked_ptr, c, known, mean, var, m, momentum, CUMULATIVE)
-    mean = over_tile(mean, pixels, TILE, W, P, WARPS)
-    scale = over_tile(gamma * invstd, pixels, TILE, W, P, WARPS)
-    beta = over_tile(beta, pixels, TILE, W, P, WARPS)
+            track(running_mean_ptr, running_var_ptr, was, c, known, mean, var, m)
+    mean = over_tile(mean, pixels, TILE, W, P)
+    scale = over_tile(gamma * invstd, pixels, TILE, W, P)
+    beta = over_tile(beta, pixels, TILE, W, P)
     # All rows: what is copied now stands before a member's last tile.
     whole = limits[0]
     for i in range(tiles):
         t = tiles - 1 - i
         async_copy.wait_group(AHEAD - 1 if RESIDUAL else R - 1)
-        y = (ring.index(t % R).load(TILE).to(gl.float32) - mean) * scale + beta
+        y = (ring.index(slot_of(t, H, R)).load(TILE).to(gl.float32) - mean) * scale + beta
         if RESIDUAL:
             y += ring_r.index(i % AHEAD).load(TILE).to(gl.float32)
         gl.store(x_ptr + (first + t * step) + offsets, PHI(y, a).to(number), mask=inside(t, limits))
-        fetch(ring, t % R, x_ptr + (first + (t - R) * step) + offsets, whole & (t >= R))
+        fetch(ring, slot_of(t, H, R), x_ptr + (first + (t - R) * step) + offsets, whole & (t >= H + R))
         if RESIDUAL:
             fetch(ring_r, i % AHEAD, r_ptr + (first + (t - AHEAD) * step) + offsets, whole & (t >= AHEAD))
         async_copy.commit_group()
     async_copy.wait_group(0)
-    finish(sync_ptr, tracked_ptr, epoch, 1, COUNTED, SHARED)
+    finish(sync_ptr, tracked_ptr, epoch, 1, COUNTED, CUMULATIVE, SHARED)
 
 
 @gluon.jit
@@ -241,7 +294,8 @@ def backward_kernel(
     HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, NEED_R: gl.constexpr,
     FROM_X: gl.constexpr, HAT: gl.constexpr, INVERSE: gl.constexpr, BACKWARD: gl.constexpr, VARIANT_I: gl.constexpr,
     V: gl.constexpr, P: gl.constexpr, W: gl.constexpr, K: gl.constexpr, B: gl.constexpr, WHOLE: gl.constexpr,
-    R: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, COLUMNS: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
+    H: gl.constexpr, R: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, COLUMNS: gl.constexpr, BS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.device.backward_kernel`. Bytes: z, dz and r read once, and again what is not held; dx and dr written once."""
     J: gl.constexpr = W // V if W // V < 32 else 32
@@ -252,31 +306,34 @@ def backward_kernel(
     slab, member, tiles, first, step, offsets, limits = begin(
         rows, channels, pixels, row_stride, slabs, S, TILE, K, B, W, P, V, WHOLE
     )
-    ring_z = gl.allocate_shared_memory(number, [R, K, B, W], SLOT)
-    ring_dz = gl.allocate_shared_memory(number, [R, K, B, W], SLOT)
-    ring_r = gl.allocate_shared_memory(number, [R if RESIDUAL else 1, K, B, W], SLOT)
-    for p in gl.static_range(AHEAD):
-        at = (first + p * step) + offsets
-        fetch_all(ring_z, ring_dz, ring_r, p, z_ptr, dz_ptr, r_ptr, at, inside(p, limits), RESIDUAL)
-        async_copy.commit_group()
-    epoch = gl.load(sync_ptr, volatile=True)
     c = slab * P + gl.arange(0, P, LANES)
     known = c < channels
+    # What is waited for first is asked for first.
     gamma_c, beta_c = affine(weight_ptr, bias_ptr, c, known, floor, HAS_WEIGHT, HAS_BIAS, P, LANES)
     invstd_c = gl.load(invstd_ptr + c, mask=known, other=0.0)
     mean_c = gl.load(mean_ptr + c, mask=known, other=0.0) if FROM_X else invstd_c
-    gamma = over_tile(gamma_c, pixels, TILE, W, P, WARPS)
-    beta = over_tile(beta_c, pixels, TILE, W, P, WARPS)
-    invstd = over_tile(invstd_c, pixels, TILE, W, P, WARPS)
-    mean = over_tile(mean_c, pixels, TILE, W, P, WARPS)
+    ring_z = gl.allocate_shared_memory(number, [H + R, K, B, W], SLOT)
+    ring_dz = gl.allocate_shared_memory(number, [H + R, K, B, W], SLOT)
+    ring_r = gl.allocate_shared_memory(number, [H + R if RESIDUAL else 1, K, B, W], SLOT)
+    for p in gl.static_range(AHEAD):
+        at = (first + p * step) + offsets
+        fetch_all(ring_z, ring_dz, ring_r, slot_of(p, H, R), z_ptr, dz_ptr, r_ptr, at, inside(p, limits), RESIDUAL)
+        async_copy.commit_group()
+    epoch = gl.load(sync_ptr, volatile=True)
+    if SHARED:
+        call_for(words_ptr, slab, member, S, P, WARPS)
+    gamma = over_tile(gamma_c, pixels, TILE, W, P)
+    beta = over_tile(beta_c, pixels, TILE, W, P)
+    invstd = over_tile(invstd_c, pixels, TILE, W, P)
+    mean = over_tile(mean_c, pixels, TILE, W, P)
     ones = gl.full([B, W], 0.0, gl.float32, gl.SliceLayout(0, TILE))
     others = ones
     for t in range(tiles):
         async_copy.wait_group(AHEAD - 1)
         # Where there is nothing, zeros were copied: dz = 0, and with it dy.
-        z = ring_z.index(t % R).load(TILE)
-        dz = ring_dz.index(t % R).load(TILE)
-        r = ring_r.index(t % R).load(TILE) if RESIDUAL else z
+        z = ring_z.index(slot_of(t, H, R)).load(TILE)
+        dz = ring_dz.index(slot_of(t, H, R)).load(TILE)
+        r = ring_r.index(slot_of(t, H, R)).load(TILE) if RESIDUAL else z
         dy, centred = recovered(
             z, dz, r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
         )
@@ -286,11 +343,13 @@ def backward_kernel(
         # Behind the last, nothing instead of zeros, which would stand where a tile is held.
         if later < tiles:
             at = (first + later * step) + offsets
-            fetch_all(ring_z, ring_dz, ring_r, later % R, z_ptr, dz_ptr, r_ptr, at, inside(later, limits), RESIDUAL)
+            fetch_all(
+                ring_z, ring_dz, ring_r, slot_of(later, H, R), z_ptr, dz_ptr, r_ptr, at, inside(later, limits), RESIDUAL
+            )
         async_copy.commit_group()
     # Nothing is under way: on the way back, counts begin here.
     async_copy.wait_group(0)
-    one, other = by_channel(ones, others, pixels, W, P, WARPS)
+    one, other = by_channel(ones, others, pixels, V, W, P, WARPS)
     if SHARED:
         one, other = exchange(one, other, words_ptr, slab, member, S, slabs, epoch, P, COLUMNS, BS, WARPS)
     if not VARIANT_I:
@@ -299,17 +358,17 @@ def backward_kernel(
     if member == 0:
         gl.store(sum_dy_ptr + c, one, mask=known)
         gl.store(sum_dy_xhat_ptr + c, other, mask=known)
-    scale = over_tile(scale, pixels, TILE, W, P, WARPS)
-    slope = over_tile(slope, pixels, TILE, W, P, WARPS)
-    constant = over_tile(constant, pixels, TILE, W, P, WARPS)
+    scale = over_tile(scale, pixels, TILE, W, P)
+    slope = over_tile(slope, pixels, TILE, W, P)
+    constant = over_tile(constant, pixels, TILE, W, P)
     # All rows: what is copied now stands before a member's last tile.
     whole = limits[0]
     for i in range(tiles):
         t = tiles - 1 - i
         async_copy.wait_group(R - 1)
-        z = ring_z.index(t % R).load(TILE)
-        dz = ring_dz.index(t % R).load(TILE)
-        r = ring_r.index(t % R).load(TILE) if RESIDUAL else z
+        z = ring_z.index(slot_of(t, H, R)).load(TILE)
+        dz = ring_dz.index(slot_of(t, H, R)).load(TILE)
+        r = ring_r.index(slot_of(t, H, R)).load(TILE) if RESIDUAL else z
         dy, centred = recovered(
             z, dz, r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
         )
@@ -319,7 +378,7 @@ def backward_kernel(
         if NEED_R:
             gl.store(dr_ptr + at, dy.to(number), mask=there)
         at = (first + (t - R) * step) + offsets
-        fetch_all(ring_z, ring_dz, ring_r, t % R, z_ptr, dz_ptr, r_ptr, at, whole & (t >= R), RESIDUAL)
+        fetch_all(ring_z, ring_dz, ring_r, slot_of(t, H, R), z_ptr, dz_ptr, r_ptr, at, whole & (t >= H + R), RESIDUAL)
         async_copy.commit_group()
     async_copy.wait_group(0)
-    finish(sync_ptr, sync_ptr, epoch, 1, False, SHARED)
+    finish(sync_ptr, sync_ptr, epoch, 1, False, False, SHARED)

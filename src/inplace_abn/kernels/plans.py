@@ -29,12 +29,13 @@ CREW_OF_SLAB = 256
 CREW_THAT_SUMS = 4
 CREW_THAT_MAPS = 16
 # Where maps are held in shared memory: warps of a program, programs on a processor at most, bytes of a tile of all maps, tiles
-# for which a program should have room, and tiles that it goes on with between publishing its sums and collecting those of all.
+# for which a program should have room, and tiles that it goes on with between publishing its sums and collecting those of all;
+# one less where that leaves but one to be copied ahead, unless so many wait for each other that it pays nevertheless.
 RING_WARPS = 4
 RING_PROGRAMS = 3
 RING_BYTES = 8192
 RING_TILES = 9
-RING_SLACK = 2
+RING_SLACK = 3
 # Bytes of shared memory that the system takes from every program, and what a program of a ring has beside its tiles: these, and
 # what reductions need.
 SYSTEM_BYTES = 1024
@@ -315,9 +316,12 @@ def ring_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> 
     for G in range(1, min(programs, place.channels) + 1):
         share = triton.cdiv(vectors, programs // G)
         T, S = triton.cdiv(share, lines), triton.cdiv(vectors, share)
-        lag = T + min(T, RING_SLACK)
-        # Each map that stays takes lag + ahead + 1 tiles, each other one ahead + 1.
-        ahead = min((tiles - held * lag) // maps - 1, lag)
+        for slack in (RING_SLACK, RING_SLACK - 1):
+            lag = T + min(T, slack)
+            # Each map that stays takes lag + ahead + 1 tiles, each other one ahead + 1.
+            ahead = min((tiles - held * lag) // maps - 1, lag)
+            if ahead > 1 or (ahead == 1 and S > where.processors):
+                break
         # Three maps of one channel alone were measured slower than reading them twice.
         if ahead < 1 or G == 1 < maps - 1:
             continue

@@ -207,6 +207,10 @@ def forward_kernel(
                 one, other = look(words_ptr, group, S, before, known, S * G, LANES, BS)
                 gamma = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, 1) if HAS_WEIGHT else 1.0
                 beta_c = gl.load(bias_ptr + c, mask=known, other=0.0).to(gl.float32) if HAS_BIAS else 0.0
+                # Another member each time, so that none falls behind.
+                mine = known & (member == n % S)
+                if TRACK:
+                    was = tracked(running_mean_ptr, running_var_ptr, tracked_ptr, c, mine, momentum, CUMULATIVE)
                 if EDGES:
                     edge_c, on_edge_c = edges(
                         base + before * step, member, S, rows, pixels, row_stride, LANES, EDGES, V
@@ -237,12 +241,10 @@ def forward_kernel(
                 )
                 mean, var = moments_from(k_then, first, second, m)
                 invstd = 1.0 / gl.sqrt(var + eps)
-                # Another member each time, so that none falls behind.
-                if known & (member == n % S):
+                if mine:
                     gl.store(invstd_ptr + c, invstd)
                     if TRACK:
-                        was = tracked(running_mean_ptr, running_var_ptr, tracked_ptr, c, known, momentum, CUMULATIVE)
-                        track(running_mean_ptr, running_var_ptr, was, c, known, mean, var, m)
+                        track(running_mean_ptr, running_var_ptr, was, c, mine, mean, var, m)
                 scale = gamma * invstd
                 beta = beta_c
                 if EDGES:

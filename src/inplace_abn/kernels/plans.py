@@ -320,7 +320,7 @@ def ring_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> 
             lag = T + min(T, slack)
             # Each map that stays takes lag + ahead + 1 tiles, each other one ahead + 1.
             ahead = min((tiles - held * lag) // maps - 1, lag)
-            if ahead > 1 or (ahead == 1 and S > where.processors):
+            if ahead > 1 or (ahead == 1 and where.processors < S):
                 break
         # Three maps of one channel alone were measured slower than reading them twice.
         if ahead < 1 or G == 1 < maps - 1:

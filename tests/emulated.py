@@ -205,6 +205,9 @@ class Kernel:
             threads = [threading.Thread(target=program, args=(i,), daemon=True) for i in range(grid[0])]
             for t in threads:
                 t.start()
+                if not constants.get("SHARED", True):
+                    # Nobody waits for another: one after another is as good.
+                    t.join(240)
             for t in threads:
                 t.join(240)
                 if failed:

@@ -400,7 +400,7 @@ def test_sweeps_fit_the_card_and_cover_the_rows(figures):
     sizes = [(128, 256, 3136), (16, 128, 112896), (12, 4096, 9409), (8, 2048, 64), (3, 72, 5), (1, 8, 1), (500, 24, 40)]
     places = [kernels.plans.Layout(True, n * pixels, c, 1, c, 1) for n, c, pixels in sizes]
     places += [kernels.plans.Layout(False, n, c, 49, c * 49, 49) for n, c in ((128, 2048), (2, 24), (1000, 512))]
-    places += [kernels.plans.Layout(False, n, c, 66, c * 66, 66) for n, c in ((128, 512), (2, 24), (1000, 64))]
+    places += [kernels.plans.Layout(False, n, c, 98, c * 98, 98) for n, c in ((128, 512), (2, 24), (1000, 64))]
     sweeps = 0
     for place in places:
         for itemsize, maps, held in [(2, 1, 1), (2, 2, 1), (2, 2, 2), (2, 3, 3), (4, 1, 1), (4, 3, 3)]:
@@ -417,21 +417,30 @@ def test_sweeps_fit_the_card_and_cover_the_rows(figures):
             # No member is idle, and all columns have one who adds them up, or all members do.
             assert s.S <= -(-place.rows // (s.K * s.B)) and s.S * s.columns >= 2 * s.P
             # A slot is free before it is copied into.
-            assert 2 <= s.ahead < s.R and s.H >= 0
+            assert 2 <= s.ahead <= s.R and s.H >= 0
+            # Words of all members, and totals; those that a member reads, as many as threads or more.
+            _, _, words, constants, _ = kernels.launches._swept(s, place)
+            once = s.columns == 2 * s.P
+            assert s.S == 1 or words >= 2 * s.P * s.G * (s.S + (not once))
+            assert constants["BS"] >= (2 * s.S if once else s.S)
+            assert once or constants["BS"] * min(32, s.columns) >= 32 * kernels.plans.SWEEP_WARPS
             shared = s.K * s.B * s.W * itemsize * (held * (s.H + s.R) + (maps - held) * s.ahead)
             beside = max(4 * s.B * s.W, 8 * s.P * kernels.plans.SWEEP_WARPS)
             each = kernels.plans.resident(s.registers, shared + beside, kernels.plans.SWEEP_WARPS, where)
             assert each * where.processors >= s.S * s.G
     assert sweeps >= 50
-    # Nothing for it: channels that are no whole vectors, many pixels, channels of whole vectors that have not few pixels, more of
-    # a row than threads copy, more slabs than programs, offsets of more than 32 bits.
+    # Nothing for it: channels that are no whole vectors, many pixels, channels of whole vectors that have not few pixels, rows
+    # half empty, more of a row than threads copy, more slabs than programs, offsets of more than 32 bits.
     odd = kernels.plans.Layout(True, 128 * 196, 1001, 1, 1001, 1)
     outer = kernels.plans.Layout(False, 128, 256, 3136, 256 * 3136, 3136)
-    whole = kernels.plans.Layout(False, 128, 64, 144, 64 * 144, 144)
+    whole = kernels.plans.Layout(False, 128, 64, 208, 64 * 208, 208)
+    empty = kernels.plans.Layout(False, 128, 64, 132, 64 * 132, 132)
     long = kernels.plans.Layout(False, 128, 64, 225, 64 * 225, 225)
     many = kernels.plans.Layout(True, 64, 1 << 20, 1, 1 << 20, 1)
     far = kernels.plans.Layout(True, 64, 64, 1, 1 << 28, 1)
-    assert [kernels.plans.sweep_of(p, 2, 1, 1, where) for p in (odd, outer, whole, long, many, far)] == [None] * 6
+    assert [kernels.plans.sweep_of(p, 2, 1, 1, where) for p in (odd, outer, whole, empty, long, many, far)] == [
+        None
+    ] * 7
 
 
 def test_studied_plans_are_plans(monkeypatch):
@@ -559,8 +568,8 @@ SWEPT = {
     "few pixels, one member": ((128, 64, 7, 7), "contiguous", 4),
     "few pixels, more than is held": ((700, 24, 7, 7), "contiguous", 2),
     "few pixels, more channels": ((40, 24, 5, 6), "contiguous", 9),
-    "some pixels": ((128, 256, 6, 11), "contiguous", 132),
-    "some pixels, more than is held": ((500, 32, 6, 11), "contiguous", 4),
+    "some pixels": ((128, 256, 7, 14), "contiguous", 132),
+    "some pixels, more than is held": ((500, 32, 7, 14), "contiguous", 8),
 }
 if DEVICE == "cpu":
     HELD = {
@@ -582,7 +591,7 @@ if DEVICE == "cpu":
         "few pixels": ((40, 16, 5, 6), "contiguous", 6),
         "few pixels, more than is held": ((97, 16, 7, 7), "contiguous", 2),
         "few pixels, more channels": ((9, 24, 5, 6), "contiguous", 8),
-        "some pixels": ((21, 16, 6, 11), "contiguous", 4),
+        "some pixels": ((21, 16, 7, 14), "contiguous", 4),
     }
 
 
@@ -725,10 +734,12 @@ def test_members_find_each_others_sums(kernels, monkeypatch, shape, layout):
 
 @runs_here
 @pytest.mark.parametrize(
-    "shape, strides", [((3, 2, 4, 6), (2**30 + 8, 24, 6, 1)), ((3, 2), (2**30 + 8, 1))], ids=["outer", "inner"]
+    "shape, strides",
+    [((3, 2, 4, 6), (2**30 + 8, 24, 6, 1)), ((3, 2), (2**30 + 8, 1)), ((384, 32), (2**23 + 8, 1))],
+    ids=["outer", "inner", "swept"],
 )
 def test_offsets_beyond_32_bits(kernels, shape, strides):
-    """Few elements, far apart: the same bits as close together."""
+    """Few elements, far apart: the same bits as close together. A GPU sweeps over the last."""
     phi, a = resolve("leaky_relu", 0.01)
     results = []
     for far in (False, True):
@@ -743,6 +754,24 @@ def test_offsets_beyond_32_bits(kernels, shape, strides):
         fixed = kernels.input_grad(dz, x, None, None, invstd, None, None, 0, 1e-5, phi, a, "II")
         results.append([mean, var, x, invstd, *gradients, fixed])
     assert all(torch.equal(close, far_off) for close, far_off in zip(*results, strict=True))
+    assert DEVICE == "cpu" or is_held(kernels, "sweep") == (shape[0] == 384)
+
+
+def test_samples_are_spread():
+    device = pytest.importorskip("inplace_abn.kernels.device")
+    rows = (*range(200), *(2**k + d for k in range(8, 30) for d in (-1, 0, 1)), 2**30 - 1)
+    assert all(device.part.fn(n, i) == n * (2 * i + 1) // 18 for n in rows for i in range(9))
+
+
+@runs_here
+def test_the_last_program_counts_where_all_read_the_counter(kernels, monkeypatch):
+    """Slabs of one member each, the plain average over batches: on a CPU the first program ends before the others begin."""
+    few_processors(kernels, monkeypatch, 4, True)
+    step(kernels, (9, 64, 5, 6), "contiguous", torch.float32, "leaky_relu", 0.01, None)
+    launch = next(
+        k for k in kernels.launches.LAUNCHES.values() if k and k.kernel is kernels.launches.sweep.forward_kernel
+    )
+    assert launch.grid > 1 and not launch.constants["SHARED"]
 
 
 AHEAD_OF_TIME = """

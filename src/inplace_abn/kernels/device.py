@@ -520,8 +520,8 @@ def finish(
 ):  # fmt: skip
     """The last program leaves a fresh epoch for the next launch, and counts the batch; where nobody else asks, the first counts.
 
-    Relaxed: what others may still read, epoch, words and counter, a program has used when it comes here; what it has written
-    is for the next launch, and need not have arrived.
+    Relaxed: of what the last one changes, epoch and counter, a program has used its own copies when it comes here, in stores
+    that were issued before the barrier; what it has written is for the next launch, and need not have arrived.
     """
     if SHARED or (COUNTED and CUMULATIVE):
         tl.debug_barrier()

@@ -285,8 +285,8 @@ def _swept(c: plans.Sweep, place: plans.Layout) -> Held:
     constants = {
         "V": c.V, "P": c.P, "W": c.W, "K": c.K, "B": c.B, "H": c.H, "R": c.R, "AHEAD": c.ahead, "COLUMNS": c.columns,
         "WHOLE": place.channels % c.P == 0 and c.P * place.pixels == c.W,
-        # Rows of words that a member reads; as many words as threads, or more.
-        "BS": max(triton.next_power_of_2(2 * c.S if once else c.S), 32 * warps // min(32, c.P if once else c.columns)),
+        # Rows of words that a member reads; in columns as many words as threads, or more.
+        "BS": triton.next_power_of_2(2 * c.S) if once else max(triton.next_power_of_2(c.S), 32 * warps // min(32, c.columns)),
     }  # fmt: skip
     numbers = (place.rows, place.channels, place.pixels, place.row_stride, c.G, c.S)
     return sweep, warps, 2 * c.P * (c.S + 1) * c.G if c.S > 1 else 1, constants, numbers

@@ -126,7 +126,7 @@ class Sweep(NamedTuple):
     """Slabs of P channels, W elements wide, in vectors of V; each of G has S members, which take tiles of K·B rows in turn.
 
     The first H tiles and the last R are held, ``ahead`` are being copied, and a member adds up ``columns`` of the 2·P sums for
-    all.
+    all; where these are 2·P, all of them for itself.
     """
 
     V: int
@@ -340,7 +340,9 @@ def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) ->
     once, more slabs than programs, or offsets of more than 32 bits within a tile; or if shared memory has too little room.
     """
     V, threads, programs = 16 // itemsize, 32 * SWEEP_WARPS, SWEEP_PROGRAMS * where.processors
-    packed = _packed(place, itemsize, V, SWEEP_FEW if place.pixels % V else FEW)
+    # A row has a power of two of elements, of which a slab should need most.
+    full = 4 * place.pixels >= 3 * triton.next_power_of_2(place.pixels)
+    packed = _packed(place, itemsize, V, SWEEP_FEW if place.pixels % V and full else FEW)
     if packed is not None and packed[1] == V and packed[0] * place.pixels <= threads * V:
         P, widest = packed[0], min(PACK_CHANNELS, threads * V // place.pixels)
     elif place.inner and place.channels % V == place.row_stride % V == 0:
@@ -357,7 +359,7 @@ def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) ->
     # What it takes to turn a sum of a tile's rows round, or to add up two of every channel over warps.
     beside = SYSTEM_BYTES + max(4 * B * W, 8 * P * SWEEP_WARPS)
     tiles = (where.shared // SWEEP_PROGRAMS - beside) // (K * threads * 16)
-    # Each map that stays takes H + R tiles, each other one ``ahead``; R > ahead.
+    # Each map that stays takes H + R tiles, each other one ``ahead``; R ≥ ahead.
     ahead = min(SWEEP_AHEAD, (tiles - held) // maps)
     R = ahead + 1
     H = (tiles - (maps - held) * ahead) // held - R

@@ -11,7 +11,7 @@ members of a slab take tiles of K·B rows in turn, so that all programs together
    stands R before. The L2 cache has read these last, and has the more of them as it need not have the first.
 
 On the way there a tile is complete when AHEAD − 1 copies are still under way, on the way back when R − 1 are; where r is copied,
-too, AHEAD tiles ahead of its use and in one group with x, when AHEAD − 1 are, which is fewer: R > AHEAD.
+too, AHEAD tiles ahead of its use and in one group with x, when AHEAD − 1 are, which is enough for both: R ≥ AHEAD.
 
 The language is Gluon, as in :mod:`.ring`. There is one round to a launch, so that words need no second set.
 """
@@ -144,9 +144,11 @@ def over_tile(v, pixels, TILE: gl.constexpr, W: gl.constexpr, P: gl.constexpr):
 
 
 @gluon.jit
-def collect(words_ptr, n, stamp, P: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """The sums of n pairs of P words, once all bear the stamp."""
+def collect(words_ptr, n, stamp, P: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr):
+    """The sums of n pairs of P words, once all bear the stamp; 2·n ≤ BS."""
     LONG: gl.constexpr = P if P < 32 else 32
+    # As many words as threads, or more.
+    ROWS: gl.constexpr = BS if BS > 32 * WARPS // LONG else 32 * WARPS // LONG
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LONG, LONG], [WARPS, 1], [1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     r = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, PAIRS)), 1)
@@ -154,14 +156,6 @@ def collect(words_ptr, n, stamp, P: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.
     words = await_words(words_ptr + r * P + i, (r < 2 * n) & (i >= 0), stamp)
     one, other = gl.reduce((gl.where(r % 2 == 0, words, 0.0), gl.where(r % 2 == 1, words, 0.0)), 0, plus)
     return gl.convert_layout(one, LANES), gl.convert_layout(other, LANES)
-
-
-@gluon.jit
-def call_for(words_ptr, slab, member, S, P: gl.constexpr, WARPS: gl.constexpr):
-    """Have the words that :func:`exchange` will write in the L2 cache, where others will look for them; nobody waits for it."""
-    own = words_ptr + (slab * S + member) * 2 * P + gl.arange(0, P, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    gl.load(own, volatile=True)
-    gl.load(own + P, volatile=True)
 
 
 @gluon.jit
@@ -195,7 +189,7 @@ def exchange(
             column = gl.expand_dims(j, 0)
             sums = gl.sum(await_words(partial + s * 2 * P + column, (s < S) & (column >= 0), stamp), 0)
             gl.store(totals + j, stamped(sums, stamp))
-        one, other = collect(totals, 1, stamp, P, WARPS * 32 // (P if P < 32 else 32), WARPS)
+        one, other = collect(totals, 1, stamp, P, 2, WARPS)
     return one, other
 
 
@@ -229,8 +223,6 @@ def forward_kernel(
         fetch(ring, slot_of(p, H, R), x_ptr + (first + p * step) + offsets, inside(p, limits))
         async_copy.commit_group()
     epoch = gl.load(sync_ptr, volatile=True)
-    if SHARED:
-        call_for(words_ptr, slab, member, S, P, WARPS)
     gamma, beta = affine(weight_ptr, bias_ptr, c, known, floor, HAS_WEIGHT, HAS_BIAS, P, LANES)
     if TRACK:
         mine = known & (member == 0)
@@ -250,7 +242,7 @@ def forward_kernel(
         if later < tiles:
             fetch(ring, slot_of(later, H, R), x_ptr + (first + later * step) + offsets, inside(later, limits))
         async_copy.commit_group()
-    # Nothing is under way: on the way back, counts begin here.
+    # All tiles have come; from here on, groups are those of the way back.
     async_copy.wait_group(0)
     if RESIDUAL:
         for p in gl.static_range(AHEAD):
@@ -320,8 +312,6 @@ def backward_kernel(
         fetch_all(ring_z, ring_dz, ring_r, slot_of(p, H, R), z_ptr, dz_ptr, r_ptr, at, inside(p, limits), RESIDUAL)
         async_copy.commit_group()
     epoch = gl.load(sync_ptr, volatile=True)
-    if SHARED:
-        call_for(words_ptr, slab, member, S, P, WARPS)
     gamma = over_tile(gamma_c, pixels, TILE, W, P)
     beta = over_tile(beta_c, pixels, TILE, W, P)
     invstd = over_tile(invstd_c, pixels, TILE, W, P)
@@ -347,7 +337,7 @@ def backward_kernel(
                 ring_z, ring_dz, ring_r, slot_of(later, H, R), z_ptr, dz_ptr, r_ptr, at, inside(later, limits), RESIDUAL
             )
         async_copy.commit_group()
-    # Nothing is under way: on the way back, counts begin here.
+    # All tiles have come; from here on, groups are those of the way back.
     async_copy.wait_group(0)
     one, other = by_channel(ones, others, pixels, V, W, P, WARPS)
     if SHARED:

@@ -8,6 +8,7 @@ import math
 import re
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,19 @@ def test_the_gpu_figures_are_the_committed_measurement(tmp_path):
     for least, most in ((190, 1e9), (97, 190), (48, 97)):
         for layout in ("NCHW", "channels_last"):
             assert plot.reached(rows, least, most, layout) in notes
+    met = {}
+    for case, by in rows.items():
+        mib = math.prod(map(int, case[0].split("x"))) * (4 if case[1] == "float32" else 2) / 2**20
+        aim = 0.8 if mib >= 190 else 0.7 if mib >= 97 else 0.6 if mib >= 48 else None
+        met.setdefault((aim, case[2]), []).append(aim is None or by["floor"] / by["ours"] >= aim)
+    outer, inner = ([met[aim, layout] for aim in (0.6, 0.7, 0.8)] for layout in ("NCHW", "channels_last"))
+    assert all(outer[0] + inner[0]) and not any(inner[2])
+    told = "98 MiB by {} of {} with channels outermost and {} of {} with channels innermost, "
+    told += "that of larger maps by {} of {} and none"
+    assert (
+        told.format(*(n for rows_met in (outer[1], inner[1], outer[2]) for n in (sum(rows_met), len(rows_met))))
+        in notes
+    )
     speed = {
         (r["what"], r["megabytes"]): r["terabytes_per_second"]
         for r in read("bandwidth-H200-torch2.11.0-triton3.6.0.csv")
@@ -222,17 +236,6 @@ def test_what_is_said_of_sweeps_was_measured():
         if chosen(case) in by
     ]
     assert f"within {max(best):.2f} of the best of all settings everywhere" in notes
-    plot = script("plot")
-    of_bytes: dict[str, list[float]] = {"forward": [], "backward": []}
-    for case, by in plot.read(ROOT / "benchmarks" / "results" / "layer-H200-torch2.11.0-triton3.6.0.csv").items():
-        size = math.prod(map(int, case[0].split("x"))) * (4 if case[1] == "float32" else 2)
-        if case[2] == "channels_last" and size >= 48 << 20:
-            # Two programs on each of 132 processors hold 13 tiles.
-            passes, least = (3, 2) if case[3] == "forward" else (5, 3)
-            moved = by["floor"] * (passes * size - 2 * 132 * 13 * 8192) / (least * size)
-            of_bytes[case[3]].append(moved / by["ours"])
-    there, back = (f"{min(r):.2f}–{max(r):.2f}" for r in of_bytes.values())
-    assert f"are {there} of the forward time in the table above, and {back} of the backward time" in notes
     two = plan.format(256, 2, 4, 8192, 6)
     others = (plan.format(256, *rest) for rest in ((3, 4, 8192, 5), (4, 4, 8192, 3), (1, 8, 16384, 6)))
     told = "three programs take {} of the time of two, four {}, one of eight warps {};"
@@ -267,6 +270,141 @@ def test_what_is_said_of_sweeps_was_measured():
             if [*kind, tried] == [kernel, dtype, plan]
         ]
         assert f"{min(of_own):.2f}–{max(of_own):.2f}" in notes, (kernel, dtype)
+
+
+def test_what_is_said_of_tiles_clocks_and_counters_was_measured():
+    notes = (ROOT / "benchmarks" / "NOTES.md").read_text()
+    studies: dict[str, dict[tuple[str, ...], dict[str, float]]] = {}
+    for r in read("tiles-H200-torch2.11.0-triton3.6.0.csv"):
+        case = tuple(r[k] for k in ("shape", "dtype", "layout", "residual", "direction"))
+        studies.setdefault(r["study"], {}).setdefault(case, {})[r["plan"]] = float(r["median_us"])
+
+    def ratios(
+        study: str, one: str, other: str, keep: Callable[[tuple[str, ...]], bool] = lambda case: True
+    ) -> list[float]:
+        """Time of one plan over that of another, where both were measured."""
+        return [by[one] / by[other] for case, by in studies[study].items() if {one, other} <= by.keys() and keep(case)]
+
+    def span(found: list[float]) -> str:
+        return f"{min(found):.2f}–{max(found):.2f}"
+
+    def inner(case: tuple[str, ...]) -> bool:
+        return case[2] == "channels_last"
+
+    early, rule = "slack 2, running statistics early", "slack 3 or 2 by the rule"
+    large = studies["rings two"]["128x64x112x112", "float32", "NCHW", "False", "backward"]
+    for told in (
+        f"three for two takes {span(ratios('rings one', 'slack 3', early))} of the time",
+        f"which takes {span(ratios('rings two', rule, early))} in all cases",
+        f"backward in float32: {large[rule]} for {large[early]})",
+        f"slack of four: {span(ratios('rings one', 'tiles of 4 KB, slack 4', early))}; two programs",
+        f"two programs a processor: {span(ratios('rings one', '2 programs', early))}.",
+        f"is the burden: {span(ratios('rings one', 'the same, 200 ns between looks', early))}.",
+        f"not after: {span(ratios('rings two', early, 'slack 2'))}.",
+    ):
+        assert told in notes, told
+    last, few, turned = "the last tiles held", "sums at once where few, {} ahead", "turned round, {} ahead"
+    now = "turned round, 4 ahead, sums at once up to 4096"
+    plain = ratios("sweeps one", "the first held, 6 ahead", last, lambda case: inner(case) and case[3] == "False")
+    small = ratios(
+        "sweeps one",
+        few.format(3),
+        "3 ahead, all sums in two steps",
+        lambda case: (
+            inner(case) and math.prod(map(int, case[0].split("x"))) * (4 if case[1] == "float32" else 2) <= 16 << 20
+        ),
+    )
+    turning = [
+        span(ratios("sweeps two", turned.format(4), few.format(4), lambda case, of=of: inner(case) == of))
+        for of in (True, False)
+    ]
+    gained = [
+        span(
+            ratios(
+                "sweeps two",
+                last,
+                now,
+                lambda case, of=of: case[2] == of[0] and case[0].endswith(of[1]),
+            )
+        )
+        for of in (("channels_last", ""), ("NCHW", "x7x7"), ("NCHW", "x14x14"))
+    ]
+    means = [statistics.geometric_mean(ratios("sweeps two", turned.format(n), turned.format(4))) for n in (3, 5, 6)]
+    called = statistics.geometric_mean(ratios("sweeps three", "turned round, words called for", "turned round"))
+    fourteen = [
+        studies["sweeps two"]["128x1024x14x14", "bfloat16", "NCHW", "False", d] for d in ("forward", "backward")
+    ]
+    fold = {
+        r["kernels"]: r["fold"]
+        for r in read("phases-H200-torch2.11.0-triton3.6.0.csv")
+        if [r[k] for k in ("cache", "dtype", "layout", "direction")] == ["cold", "bfloat16", "NCHW", "forward"]
+    }
+    for told in (
+        f"for the others: {span(plain)} of the time",
+        f"by some for all: {span(small)} up to 16 MiB",
+        f"({fold['before']} cycles at 7×7 in bfloat16, now {fold['now']}): ",
+        f"): {turning[0]} with channels innermost, {turning[1]} else",
+        f"takes {gained[0]} times as long with channels innermost, {gained[1]} at 7×7",
+        f"six take {', '.join(f'{mean:.2f}' for mean in means)} in the mean",
+        f"first to leave L2: {span(ratios('sweeps one', '3 ahead, written first to leave L2', few.format(3)))}.",
+        f"before they are needed: {called:.2f} in the mean",
+        f"Came: {gained[2]} times as fast (128×1024×14² forward {fourteen[0][now]} for {fourteen[0][last]}, ",
+        f"backward {fourteen[1][now]} for {fourteen[1][last]})",
+    ):
+        assert told in notes, told
+    waits = read("waits-H200-torch2.11.0-triton3.6.0.csv")
+    sums, copies = ([round(100 * float(r[f"waits_for_{what}"])) for r in waits] for what in ("sums", "copies"))
+    others = [share for share, r in zip(copies, waits, strict=True) if not r["shape"].startswith("16x128x336")]
+    assert f"wait {min(sums)} to {max(sums)} % of their time for the sums of others" in notes
+    assert f"at most {max(others)} % for copies (16×128×336² alone, with one tile ahead, up to {max(copies)})" in notes
+    counted: dict[tuple[str, str], list[float]] = {}
+    busy, active, issued = [], {"swept over": [], "held in a ring": []}, []
+    for r in read("counters-H200-torch2.11.0-triton3.6.0.csv"):
+        if r["variant"] not in active:
+            continue
+        size = math.prod(map(int, r["shape"].split("x"))) * (4 if r["dtype"] == "float32" else 2)
+        where = (
+            "ring"
+            if r["variant"] == "held in a ring"
+            else f"{size / 2**20:.0f} MiB"
+            if inner(tuple(r.values())[1:])
+            else ""
+        )
+        counted.setdefault((where, r["direction"]), []).append(int(r["read_bytes"]) / size)
+        active[r["variant"]].append(float(r["warps_active_pct"]))
+        issued.append(float(r["issue_active_pct"]))
+        if r["variant"] == "swept over" and size >= 190 << 20:
+            busy.append((int(r["read_bytes"]) + int(r["written_bytes"])) / 4.28e6 / float(r["us"]))
+    rings = counted["ring", "forward"], counted["ring", "backward"]
+    assert f"{rings[0][0]:.2f} maps forward and {rings[1][0]:.2f} backward in all {sum(map(len, rings))} cases" in notes
+    assert {f"{n:.2f}" for n in rings[0]} == {"1.00"} and {f"{n:.2f}" for n in rings[1]} == {"2.00"}
+
+    def read_of(size: str, direction: str) -> str:
+        found = sorted({f"{n:.2f}" for n in counted[size, direction]})
+        return "–".join(dict.fromkeys((found[0], found[-1])))
+
+    sizes = ("49 MiB", "98 MiB", "196 MiB", "392 MiB")
+    assert ", ".join(f"{read_of(n, 'forward')} and {read_of(n, 'backward')} at {n}" for n in sizes) in notes
+    assert f"busy {100 * min(busy):.0f} to {100 * max(busy):.0f} % of the time" in notes
+    swept, held = active.values()
+    assert f"Warps are {min(swept):.0f} (sweeps) and {min(held):.0f}–{max(held):.0f} % (rings)" in notes
+    assert f"{min(issued):.0f} to {max(issued):.0f} % of all cycles" in notes
+    for r in read("phases-H200-torch2.11.0-triton3.6.0.csv"):
+        if [r[k] for k in ("kernels", "dtype", "layout", "direction")] == [
+            "now",
+            "bfloat16",
+            "channels_last",
+            "forward",
+        ]:
+            if r["cache"] == "warm":
+                assert f"with a warm cache takes {r['span_ns']} ns" in notes
+                continue
+            steps = "ask first_loads way_there fold exchange way_back finish".split()
+            told = "{} cycles to ask for the first tiles and samples, {} until these are there, {} for the sums, "
+            told += (
+                "{} to add them up over threads, {} to exchange them, {} for the\ntransform and {} to count programs"
+            )
+            assert told.format(*(r[k] for k in steps)) in notes and f"of the {r['span_ns']} ns\nfrom" in notes
 
 
 def test_blocks_and_networks_are_the_committed_measurement(tmp_path):

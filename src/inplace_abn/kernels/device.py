@@ -171,7 +171,7 @@ def median(p, q, r):
 
 @triton.jit
 def part(n, i: tl.constexpr):
-    """⌊n·(2·i + 1)/18⌋, in 32 bits, which cost a third of what 64 do."""
+    """⌊n·(2·i + 1)/18⌋, for which n·(2·i + 1) need not fit into 32 bits."""
     return n // 18 * (2 * i + 1) + n % 18 * (2 * i + 1) // 18
 
 

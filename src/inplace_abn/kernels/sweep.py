@@ -118,7 +118,7 @@ def by_channel(a, b, pixels, V: gl.constexpr, W: gl.constexpr, P: gl.constexpr, 
     """Two sums over lines of a slab, for each of its channels."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     # Columns side by side in a warp. As they come, a thread has V of them, and adding them up over warps would go to few banks of
-    # shared memory again and again: at 7×7 in 16 bits that took 2.4 µs.
+    # shared memory again and again.
     WIDE: gl.constexpr = W if W < 32 else 32
     ACROSS: gl.constexpr = W // WIDE if W // WIDE < WARPS else WARPS
     LINES: gl.constexpr = gl.BlockedLayout(

@@ -808,8 +808,8 @@ for name, phi in ACTIVATIONS.items():
     forward, inverse, backward = kernels.compiled(phi)
     plain = name == "leaky_relu"
     for architecture in (80, 90, 100) if plain else (90,):
-        # Elsewhere one of each kind: the second has all that the first has, and edges; packed channels are as inner ones.
-        for place in LAYOUTS[:1] if not plain else LAYOUTS if architecture == 90 else LAYOUTS[1:3]:
+        # Elsewhere one of each kind: the second has all that the first has, and edges.
+        for place in LAYOUTS[:1] if not plain else LAYOUTS if architecture == 90 else LAYOUTS[1:]:
             c = kernels.plans.cut(place, 2, True)
             w = c.constants["W"]
             constants = {

@@ -379,7 +379,9 @@ def test_rings_fit_the_card_and_cover_the_channel(monkeypatch, figures):
             assert r.S * r.share >= r.vectors > (r.S - 1) * r.share and r.T * r.lines >= r.share > (r.T - 1) * r.lines
             # As the kernels need it for their words and slots.
             assert r.T < r.lag <= 2 * r.T and 1 <= r.ahead <= r.lag and 1 <= r.G <= c
-            shared = r.lines * r.V * itemsize * (held * (r.lag + r.ahead + 1) + (maps - held) * (r.ahead + 1))
+            slots = held * (r.lag + r.ahead + (not r.late)) + (maps - held) * (r.ahead + 1)
+            assert not r.late or (held > 1 and r.ahead > 1)
+            shared = r.lines * r.V * itemsize * slots
             each = kernels.plans.resident(r.registers, shared + 512, kernels.plans.RING_WARPS, where)
             assert each * where.processors >= r.S * r.G
     assert rings >= 20
@@ -719,13 +721,13 @@ def test_members_find_each_others_sums(kernels, monkeypatch, shape, layout):
     team = kernels.plans.team(cut, 2, where)
     # More rounds would need more stamps.
     assert team.S > 1 and team.G == cut.slabs
-    words, sync = torch.full((1 << 16,), 1 << 32), torch.zeros(2, dtype=torch.int32)
+    words, sync = torch.full((1 << 16,), 1 << 32), torch.zeros(1, dtype=torch.int64)
     monkeypatch.setitem(kernels.launches.WORDS, (base.device, 0), (words, sync))
     rest = (1e-5, *resolve("leaky_relu", 0.1), "II")
     for _ in range(3):
         sync.zero_()
         dx, dgamma, dbeta = kernels.input_grad_batch(dz, z, weight, bias, invstd, *rest)
-    assert sync.tolist() == [1, 0]
+    assert sync.tolist() == [1 << 20]
     count = z.numel() // shape[1]
     sums = reference.sums(dz.double(), z.double(), weight, bias, *rest)
     want = reference.input_grad(dz.double(), z.double(), weight, bias, invstd, *sums, count, *rest)
@@ -786,7 +788,7 @@ NUMBERS = "rows channels pixels row_stride channel_stride across chunks per slab
 NUMBERS += "per_row vectors share".split()
 HELD = {k for room in (ring, sweep) for k in (room.forward_kernel, room.backward_kernel)}
 KINDS = dict.fromkeys(["x_ptr", "z_ptr", "r_ptr", "dz_ptr", "dx_ptr", "dr_ptr"], "*bf16")
-KINDS |= {"count_ptr": "*i32", "sync_ptr": "*i32", "tracked_ptr": "*i64", "words_ptr": "*i64"}
+KINDS |= {"count_ptr": "*i32", "sync_ptr": "*i64", "tracked_ptr": "*i64", "words_ptr": "*i64"}
 LAYOUTS = [
     kernels.plans.Layout(False, 32, 256, 3136, 256 * 3136, 3136),
     kernels.plans.Layout(False, 12, 4096, 9409, 4096 * 9409, 9409),
@@ -825,7 +827,7 @@ for name, phi in ACTIVATIONS.items():
             if place is LAYOUTS[0] or architecture != 90:
                 # Elsewhere with edges, which have all that others have.
                 in_ring = {"V": 8, "LINES": 128, "T": 3, "LAG": 5, "AHEAD": 2, "WARPS": kernels.plans.RING_WARPS}
-                in_ring["EDGES"] = 0 if architecture == 90 else 256
+                in_ring |= {"EDGES": 0 if architecture == 90 else 256, "LATE": architecture == 100}
                 options = {"maxnreg": 168, "launch_cooperative_grid": True, "num_warps": kernels.plans.RING_WARPS}
                 for kernel in (ring.forward_kernel, ring.backward_kernel):
                     text = build(kernel, architecture, {**constants, **in_ring}, **options).asm["ptx"]

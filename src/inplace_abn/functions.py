@@ -293,7 +293,7 @@ class InPlaceABN(torch.autograd.Function):
 
         With a record, x is kept and z new.
         """
-        ctx.record = record
+        ctx.record, ctx.ops = record, None
         if record is not None:
             record.node = weakref.ref(ctx)
             return InPlaceABN._forward_keeping_x(ctx, x, weight, bias, residual, buffers, how, group, anchor)
@@ -307,6 +307,8 @@ class InPlaceABN(torch.autograd.Function):
         if how.overwrite and may_overwrite(x) and (residual is None or not _share_memory(x, residual)):
             z = x
             ctx.mark_dirty(x)
+            # Nobody stores z elsewhere, so that backward finds it as it is here.
+            ctx.ops = ops
         elif how.training and anchor is None and is_dense(x):
             fresh = True
         else:
@@ -404,7 +406,7 @@ class InPlaceABN(torch.autograd.Function):
         # z is x where x was kept, and the mean is there.
         z, weight, bias, residual, invstd, mean = _saved(ctx)
         how: Settings = ctx.how
-        ops = backend(z)
+        ops = ctx.ops or backend(z)
         rest = (how.floor, how.phi, how.a, how.variant, residual)
         need_x, need_weight, need_bias, need_r = ctx.needs_input_grad[:4]
         dx = dgamma = dbeta = dr = None

@@ -27,6 +27,9 @@ import triton.language as tl
 
 # Some seconds.
 PATIENCE = tl.constexpr(1 << 22)
+# Of a launch's word: bits in which programs are counted that have finished, and what the epoch above them counts for.
+COUNT_BITS = tl.constexpr(20)
+EPOCH = tl.constexpr(1 << 20)
 
 
 @triton.jit
@@ -515,24 +518,40 @@ def exchange(
 
 
 @triton.jit
-def finish(
-    sync_ptr, tracked_ptr, epoch, rounds, COUNTED: tl.constexpr, CUMULATIVE: tl.constexpr, SHARED: tl.constexpr
-):  # fmt: skip
-    """The last program leaves a fresh epoch for the next launch, and counts the batch; where nobody else asks, the first counts.
+def epoch_of(sync_ptr):
+    """The epoch, which all programs of a launch find alike: it moves on when the last one has finished."""
+    return (tl.load(sync_ptr, volatile=True) >> COUNT_BITS).to(tl.int32)
 
-    Relaxed: of what the last one changes, epoch and counter, a program has used its own copies when it comes here, in stores
-    that were issued before the barrier; what it has written is for the next launch, and need not have arrived.
+
+@triton.jit
+def finish(
+    sync_ptr, tracked_ptr, epoch, rounds,
+    COUNTED: tl.constexpr, CUMULATIVE: tl.constexpr, SHARED: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
+    """Leave a fresh epoch for the next launch, and count the batch.
+
+    Where others may still ask for the counter, or there was more than one round, the last program does both. ONCE: all add to one
+    word, in which the epoch is 1 more when every one has, and nobody waits for an answer.
+
+    Relaxed: a program has used its own copies of epoch and counter when it comes here, in stores that were issued before the
+    barrier; what it has written is for the next launch, and need not have arrived.
     """
-    if SHARED or (COUNTED and CUMULATIVE):
+    if (COUNTED and CUMULATIVE) or (SHARED and not ONCE):
         tl.debug_barrier()
-        if tl.atomic_add(sync_ptr + 1, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
-            tl.store(sync_ptr + 1, 0)
-            tl.store(sync_ptr, epoch + rounds)
+        before = tl.atomic_add(sync_ptr, 1, sem="relaxed", scope="gpu")
+        if before & (EPOCH - 1) == tl.num_programs(0) - 1:
+            tl.store(sync_ptr, tl.cast(epoch + rounds, tl.int64) * EPOCH)
             if COUNTED:
                 tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
-    elif COUNTED:
-        if tl.program_id(0) == 0:
-            tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
+    else:
+        first = tl.program_id(0) == 0
+        if SHARED:
+            tl.debug_barrier()
+            own = tl.where(first, 1 - tl.num_programs(0) + EPOCH, 1)
+            tl.atomic_add(sync_ptr, tl.cast(own, tl.int64), sem="relaxed", scope="gpu")
+        if COUNTED:
+            if first:
+                tl.atomic_add(tracked_ptr, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -552,7 +571,7 @@ def forward_kernel(
     """
     group = tl.program_id(0) // S
     member = tl.program_id(0) % S
-    epoch = tl.load(sync_ptr, volatile=True)
+    epoch = epoch_of(sync_ptr)
     rounds = tl.cdiv(slabs, G)
     c = group * W + tl.arange(0, W)
     ahead = sample(x_ptr, c, c < channels, rows, pixels, row_stride, channel_stride)
@@ -586,7 +605,7 @@ def forward_kernel(
                 rows, channels, pixels, row_stride, channel_stride, across,
                 RESIDUAL, PHI, INNER, BR, BC, W, V, EDGES, WHOLE, STAGES,
             )  # fmt: skip
-    finish(sync_ptr, tracked_ptr, epoch, rounds, COUNTED, CUMULATIVE, SHARED)
+    finish(sync_ptr, tracked_ptr, epoch, rounds, COUNTED, CUMULATIVE, SHARED, False)
 
 
 @triton.jit
@@ -606,7 +625,7 @@ def backward_kernel(
     """
     group = tl.program_id(0) // S
     member = tl.program_id(0) % S
-    epoch = tl.load(sync_ptr, volatile=True)
+    epoch = epoch_of(sync_ptr)
     rounds = tl.cdiv(slabs, G)
     for n in range(rounds):
         slab = group + n * G
@@ -635,7 +654,7 @@ def backward_kernel(
                 slab, member, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
                 RESIDUAL, NEED_R, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, False, INNER, BR, BC, W, V, EDGES, WHOLE, STAGES,
             )  # fmt: skip
-    finish(sync_ptr, sync_ptr, epoch, rounds, False, False, SHARED)
+    finish(sync_ptr, sync_ptr, epoch, rounds, False, False, SHARED, False)
 
 
 # ---- the verbs, one launch each: any number of members, none of which waits

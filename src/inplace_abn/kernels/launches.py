@@ -39,7 +39,7 @@ class Launch(NamedTuple):
 
 
 def _capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and torch._C._cuda_isCurrentStreamCapturing()
 
 
 def _stream(x: Tensor) -> int:
@@ -56,13 +56,14 @@ def _words(x: Tensor, stream: int, many: int) -> tuple[Tensor, Tensor]:
     if _capturing(x):
         return _fresh_words(x.device, many)
     key = x.device, stream
-    if key not in WORDS or WORDS[key][0].numel() < many:
-        WORDS[key] = _to_stay(_fresh_words, x.device, triton.next_power_of_2(many))
-    return WORDS[key]
+    found = WORDS.get(key)
+    if found is None or found[0].numel() < many:
+        found = WORDS[key] = _to_stay(_fresh_words, x.device, triton.next_power_of_2(many))
+    return found
 
 
 def _fresh_words(where: torch.device, many: int) -> tuple[Tensor, Tensor]:
-    return torch.zeros(many, dtype=torch.int64, device=where), torch.zeros(2, dtype=torch.int32, device=where)
+    return torch.zeros(many, dtype=torch.int64, device=where), torch.zeros(1, dtype=torch.int64, device=where)
 
 
 @cache
@@ -271,6 +272,7 @@ def _in_a_ring(c: plans.Ring, place: plans.Layout) -> Held:
     warps = plans.RING_WARPS
     constants = {
         "V": c.V, "EDGES": c.edges, "LINES": c.lines, "T": c.T, "LAG": c.lag, "AHEAD": c.ahead,
+        "LATE": c.late,
         "BS": max(triton.next_power_of_2(c.S), 32 * warps),
     }  # fmt: skip
     strides = place.row_stride, place.channel_stride

@@ -105,8 +105,9 @@ class Team(NamedTuple):
 class Ring(NamedTuple):
     """A channel in vectors of V, of which S members have ``share`` each, in T tiles of ``lines``; G channels at a time.
 
-    ``lag`` is the number of tiles between adding one up and transforming it, ``ahead`` that of tiles being copied. Where rows
-    start anywhere, a member has so many ``edges``: elements before the first and behind the last whole vector of some rows.
+    ``lag`` is the number of tiles between adding one up and transforming it, ``ahead`` that of tiles being copied; ``late``,
+    a copy starts only when a tile is stored, and its slot free. Where rows start anywhere, a member has so many ``edges``:
+    elements before the first and behind the last whole vector of some rows.
     """
 
     V: int
@@ -115,6 +116,7 @@ class Ring(NamedTuple):
     T: int
     lag: int
     ahead: int
+    late: bool
     vectors: int
     share: int
     S: int
@@ -327,9 +329,11 @@ def ring_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> 
             continue
         cost = (triton.cdiv(place.channels, G) + 0.5) * (share + T * lines / 4 + 256) * (1.06 if ahead == 1 else 1.0)
         if cost < best[0]:
+            # Of several maps, where not all programs wait for each other, one more comes in time even if it is late.
+            late = ahead == 1 < held and where.processors >= S
             limit = min(255, where.registers // (each * 32 * RING_WARPS) // 8 * 8)
             edges = triton.next_power_of_2(triton.cdiv(place.rows, S)) * 2 * V if apart else 0
-            best = cost, Ring(V, edges, lines, T, lag, ahead, vectors, share, S, G, limit)
+            best = cost, Ring(V, edges, lines, T, lag, ahead + late, late, vectors, share, S, G, limit)
     return best[1]
 
 

@@ -12,9 +12,9 @@ team has ``share``, in T tiles of LINES. For each of its tiles in turn a member
    first, which all members have published LAG − T tiles ago, so that nobody waits for long.
 
 With the last tile of a channel it publishes its sums. A slot of the ring is free once its tile is stored: LAG + AHEAD + 1 slots
-serve, T < LAG ≤ 2·T. The words of round n are overwritten in round n + 4, by a member that has collected round n + 2, which
-others have published after they collected round n. Where rows start anywhere, what lies in no whole vector is loaded apart,
-twice, by one member for each row.
+serve, T < LAG ≤ 2·T. LATE: a copy starts only when a tile is stored, into its slot, and one slot less serves. The words of
+round n are overwritten in round n + 4, by a member that has collected round n + 2, which others have published after they
+collected round n. Where rows start anywhere, what lies in no whole vector is loaded apart, twice, by one member for each row.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from .device import (
     PATIENCE,
     coefficients,
+    epoch_of,
     finish,
     guarded,
     moments_from,
@@ -109,6 +110,23 @@ def fetch(ring, slot, at, inside):
 
 
 @gluon.jit
+def fetch_all(
+    ring_z, ring_dz, ring_r, n, t: gl.constexpr, z_ptr, dz_ptr, r_ptr, base, step, rounds, lines,
+    T: gl.constexpr, R: gl.constexpr, TILE: gl.constexpr, V: gl.constexpr, EDGES: gl.constexpr, RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """Start to copy tile t, counted from the first one of round n, of every map that backward reads, as one group."""
+    later = n + t // T
+    at, offsets, there = spot(base + later * step, lines, t % T, TILE, V, EDGES)
+    there = there & (later < rounds)
+    slot = (n * T + t) % R
+    fetch(ring_z, slot, z_ptr + at + offsets, there)
+    fetch(ring_dz, slot, dz_ptr + at + offsets, there)
+    if RESIDUAL:
+        fetch(ring_r, slot, r_ptr + at + offsets, there)
+    async_copy.commit_group()
+
+
+@gluon.jit
 def publish(one, other, words_ptr, group, member, S, n, epoch, programs):
     """A member's sums of round n, for all of its group."""
     own = words_ptr + (n % SETS * programs + group * S + member) * 2
@@ -168,7 +186,7 @@ def forward_kernel(
     group, member, rounds, base, step, lines = begin(
         pixels, row_stride, channel_stride, per_row, vectors, share, slabs, S, G, TILE, V, LINES, T, EDGES
     )
-    epoch = gl.load(sync_ptr, volatile=True)
+    epoch = epoch_of(sync_ptr)
     ring = gl.allocate_shared_memory(number, [R, LINES, V], SLOT)
     # r is wanted for the transform alone.
     ring_r = gl.allocate_shared_memory(number, [AHEAD + 1 if RESIDUAL else 1, LINES, V], SLOT)
@@ -269,7 +287,7 @@ def forward_kernel(
             publish(first, second, words_ptr, group, member, S, n, epoch, S * G)
         k = k_next
     async_copy.wait_group(0)
-    finish(sync_ptr, tracked_ptr, epoch, gl.cdiv(slabs, G), COUNTED, CUMULATIVE, True)
+    finish(sync_ptr, tracked_ptr, epoch, gl.cdiv(slabs, G), COUNTED, CUMULATIVE, True, False)
 
 
 @gluon.jit
@@ -280,29 +298,26 @@ def backward_kernel(
     HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, NEED_R: gl.constexpr,
     FROM_X: gl.constexpr, HAT: gl.constexpr, INVERSE: gl.constexpr, BACKWARD: gl.constexpr, VARIANT_I: gl.constexpr,
     V: gl.constexpr, LINES: gl.constexpr, T: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr,
-    EDGES: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
+    LATE: gl.constexpr, EDGES: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.device.backward_kernel`. Bytes: z, dz and r read once, dx and dr written once."""
     TILE: gl.constexpr = gl.BlockedLayout([1, V], [32, 1], [WARPS, 1], [1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     SLOT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    R: gl.constexpr = LAG + AHEAD + 1
+    R: gl.constexpr = LAG + AHEAD if LATE else LAG + AHEAD + 1
     number: gl.constexpr = z_ptr.dtype.element_ty
     group, member, rounds, base, step, lines = begin(
         pixels, row_stride, channel_stride, per_row, vectors, share, slabs, S, G, TILE, V, LINES, T, EDGES
     )
-    epoch = gl.load(sync_ptr, volatile=True)
+    epoch = epoch_of(sync_ptr)
     ring_z = gl.allocate_shared_memory(number, [R, LINES, V], SLOT)
     ring_dz = gl.allocate_shared_memory(number, [R, LINES, V], SLOT)
     ring_r = gl.allocate_shared_memory(number, [R if RESIDUAL else 1, LINES, V], SLOT)
     for p in gl.static_range(AHEAD):
-        at, offsets, there = spot(base + p // T * step, lines, p % T, TILE, V, EDGES)
-        there = there & (p // T < rounds)
-        fetch(ring_z, p, z_ptr + at + offsets, there)
-        fetch(ring_dz, p, dz_ptr + at + offsets, there)
-        if RESIDUAL:
-            fetch(ring_r, p, r_ptr + at + offsets, there)
-        async_copy.commit_group()
+        fetch_all(
+            ring_z, ring_dz, ring_r, 0, p, z_ptr, dz_ptr, r_ptr, base, step, rounds, lines,
+            T, R, TILE, V, EDGES, RESIDUAL,
+        )  # fmt: skip
     nothing = gl.full([BS], 0.0, gl.float32, LANES)
     # Of the channel that is being transformed.
     gamma = 1.0
@@ -364,15 +379,11 @@ def backward_kernel(
                 )  # fmt: skip
                 ones += gl.sum(dy, 1)
                 others += gl.sum(dy * centred, 1)
-            later = n + (t + AHEAD) // T
-            at, offsets, there = spot(base + later * step, lines, (t + AHEAD) % T, TILE, V, EDGES)
-            there = there & (later < rounds)
-            slot = (q + t + AHEAD) % R
-            fetch(ring_z, slot, z_ptr + at + offsets, there)
-            fetch(ring_dz, slot, dz_ptr + at + offsets, there)
-            if RESIDUAL:
-                fetch(ring_r, slot, r_ptr + at + offsets, there)
-            async_copy.commit_group()
+            if not LATE:
+                fetch_all(
+                    ring_z, ring_dz, ring_r, n, t + AHEAD, z_ptr, dz_ptr, r_ptr, base, step, rounds, lines,
+                    T, R, TILE, V, EDGES, RESIDUAL,
+                )  # fmt: skip
             if (t - LAG) % T == 0:
                 one, other, _, _ = collect(
                     one, other, nothing, nothing, words_ptr, group, S, before, known, epoch, S * G, LANES, BS
@@ -410,6 +421,11 @@ def backward_kernel(
                 gl.store(dx_ptr + at + offsets, (dy * scale + (centred * slope + constant)).to(number), mask=there)
                 if NEED_R:
                     gl.store(dr_ptr + at + offsets, dy.to(number), mask=there)
+            if LATE:
+                fetch_all(
+                    ring_z, ring_dz, ring_r, n, t + AHEAD, z_ptr, dz_ptr, r_ptr, base, step, rounds, lines,
+                    T, R, TILE, V, EDGES, RESIDUAL,
+                )  # fmt: skip
         if here:
             one, other = gl.reduce((ones, others), 0, plus)
             if EDGES:
@@ -427,4 +443,4 @@ def backward_kernel(
         invstd_d = invstd_next
         mean_d = mean_next
     async_copy.wait_group(0)
-    finish(sync_ptr, sync_ptr, epoch, gl.cdiv(slabs, G), False, False, True)
+    finish(sync_ptr, sync_ptr, epoch, gl.cdiv(slabs, G), False, False, True, False)

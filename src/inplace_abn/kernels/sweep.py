@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from .device import (
     await_words,
     coefficients,
+    epoch_of,
     finish,
     guarded,
     moments_from,
@@ -222,7 +223,7 @@ def forward_kernel(
     for p in gl.static_range(AHEAD):
         fetch(ring, slot_of(p, H, R), x_ptr + (first + p * step) + offsets, inside(p, limits))
         async_copy.commit_group()
-    epoch = gl.load(sync_ptr, volatile=True)
+    epoch = epoch_of(sync_ptr)
     gamma, beta = affine(weight_ptr, bias_ptr, c, known, floor, HAS_WEIGHT, HAS_BIAS, P, LANES)
     if TRACK:
         mine = known & (member == 0)
@@ -270,12 +271,13 @@ def forward_kernel(
         if RESIDUAL:
             y += ring_r.index(i % AHEAD).load(TILE).to(gl.float32)
         gl.store(x_ptr + (first + t * step) + offsets, PHI(y, a).to(number), mask=inside(t, limits))
-        fetch(ring, slot_of(t, H, R), x_ptr + (first + (t - R) * step) + offsets, whole & (t >= H + R))
+        if t >= H + R:
+            fetch(ring, slot_of(t, H, R), x_ptr + (first + (t - R) * step) + offsets, whole)
         if RESIDUAL:
             fetch(ring_r, i % AHEAD, r_ptr + (first + (t - AHEAD) * step) + offsets, whole & (t >= AHEAD))
         async_copy.commit_group()
     async_copy.wait_group(0)
-    finish(sync_ptr, tracked_ptr, epoch, 1, COUNTED, CUMULATIVE, SHARED)
+    finish(sync_ptr, tracked_ptr, epoch, 1, COUNTED, CUMULATIVE, SHARED, True)
 
 
 @gluon.jit
@@ -311,7 +313,7 @@ def backward_kernel(
         at = (first + p * step) + offsets
         fetch_all(ring_z, ring_dz, ring_r, slot_of(p, H, R), z_ptr, dz_ptr, r_ptr, at, inside(p, limits), RESIDUAL)
         async_copy.commit_group()
-    epoch = gl.load(sync_ptr, volatile=True)
+    epoch = epoch_of(sync_ptr)
     gamma = over_tile(gamma_c, pixels, TILE, W, P)
     beta = over_tile(beta_c, pixels, TILE, W, P)
     invstd = over_tile(invstd_c, pixels, TILE, W, P)
@@ -367,8 +369,9 @@ def backward_kernel(
         gl.store(dx_ptr + at, (dy * scale + (centred * slope + constant)).to(number), mask=there)
         if NEED_R:
             gl.store(dr_ptr + at, dy.to(number), mask=there)
-        at = (first + (t - R) * step) + offsets
-        fetch_all(ring_z, ring_dz, ring_r, slot_of(t, H, R), z_ptr, dz_ptr, r_ptr, at, whole & (t >= H + R), RESIDUAL)
+        if t >= H + R:
+            at = (first + (t - R) * step) + offsets
+            fetch_all(ring_z, ring_dz, ring_r, slot_of(t, H, R), z_ptr, dz_ptr, r_ptr, at, whole, RESIDUAL)
         async_copy.commit_group()
     async_copy.wait_group(0)
-    finish(sync_ptr, sync_ptr, epoch, 1, False, False, SHARED)
+    finish(sync_ptr, sync_ptr, epoch, 1, False, False, SHARED, True)

@@ -836,8 +836,8 @@ for name, phi in ACTIVATIONS.items():
             if place in LAYOUTS[2:] or not plain:
                 in_sweep = {"V": 8, "K": 2, "H": 5, "R": 4, "AHEAD": 3, "BS": 64, "WARPS": kernels.plans.SWEEP_WARPS}
                 # Sums exchanged at once, and in two steps.
-                packed = {"P": 8, "W": 512, "B": 2, "WHOLE": False, "COLUMNS": 16}
-                inner = {"P": 64, "W": 64, "B": 16, "WHOLE": True, "COLUMNS": 2}
+                packed = {"P": 8, "W": 512, "B": 2, "PIXELS": 49, "LONG": 64, "WHOLE": False, "COLUMNS": 16}
+                inner = {"P": 64, "W": 64, "B": 16, "PIXELS": 1, "LONG": 1, "WHOLE": True, "COLUMNS": 2}
                 in_sweep |= packed if place is LAYOUTS[3] else inner
                 options = {"maxnreg": 255, "launch_cooperative_grid": True, "num_warps": kernels.plans.SWEEP_WARPS}
                 for kernel in (sweep.forward_kernel, sweep.backward_kernel):

@@ -50,7 +50,7 @@ RING_PIXELS = 512
 SWEEP_WARPS = 4
 SWEEP_PROGRAMS = 2
 SWEEP_BYTES = 8192
-SWEEP_AHEAD = 4
+SWEEP_AHEAD = 3
 SWEEP_WORDS = 4096
 SWEEP_FEW = 256
 SWEEP_WIDTHS = ((16 << 20, 64), (64 << 20, 128), (1 << 62, 256))
@@ -359,12 +359,15 @@ def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) ->
         P *= 2
     slabs, W = triton.cdiv(place.channels, P), triton.next_power_of_2(P * place.pixels)
     # Rows that all threads copy at once, and of those as many as a tile has room for.
-    B, K = threads * V // W, SWEEP_BYTES // maps // (threads * 16)
+    B = threads * V // W
+    # Backward over several channels, measured: tiles twice as large, if six of them fit, and one less ahead.
+    larger = packed is not None and held > 1 and where.shared // SWEEP_PROGRAMS >= 6 * 2 * SWEEP_BYTES
+    K = SWEEP_BYTES * (1 + larger) // maps // (threads * 16)
     # What it takes to turn a sum of a tile's rows round, or to add up two of every channel over warps.
     beside = SYSTEM_BYTES + max(4 * B * W, 8 * P * SWEEP_WARPS)
     tiles = (where.shared // SWEEP_PROGRAMS - beside) // (K * threads * 16)
     # Each map that stays takes H + R tiles, each other one ``ahead``; R ≥ ahead.
-    ahead = min(SWEEP_AHEAD, (tiles - held) // maps)
+    ahead = min(SWEEP_AHEAD - larger, (tiles - held) // maps)
     R = ahead + 1
     H = (tiles - (maps - held) * ahead) // held - R
     if ahead < 2 or slabs > programs or K * B * place.row_stride >= 1 << 31:

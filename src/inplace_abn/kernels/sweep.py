@@ -42,9 +42,9 @@ from .ring import fetch
 
 @gluon.jit
 def begin(
-    rows, channels, pixels, row_stride, slabs, S,
+    rows, channels, row_stride, slabs, S,
     TILE: gl.constexpr, K: gl.constexpr, B: gl.constexpr, W: gl.constexpr, P: gl.constexpr, V: gl.constexpr,
-    WHOLE: gl.constexpr,
+    PIXELS: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """Where a program's tiles lie.
 
@@ -60,10 +60,10 @@ def begin(
     e = gl.expand_dims(gl.expand_dims(gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(0, TILE))), 0), 0)
     there = row >= 0
     if not WHOLE:
-        there = there & (e // V * V < gl.minimum(P, channels - slab * P) * pixels)
+        there = there & (e // V * V < gl.minimum(P, channels - slab * P) * PIXELS)
     # In whole vectors, so that the compiler sees them.
     stride = row_stride // V * V
-    first = gl.cast(member * (K * B), gl.int64) * stride + slab * P * pixels // V * V
+    first = gl.cast(member * (K * B), gl.int64) * stride + slab * P * PIXELS // V * V
     step = gl.cast(S * (K * B), gl.int64) * stride
     tiles = gl.cdiv(gl.cdiv(rows, K * B) - member, S)
     return slab, member, tiles, first, step, row * stride + e, (there, row, rows - member * (K * B), S * (K * B))
@@ -109,14 +109,16 @@ def affine(
 
 
 @gluon.jit
-def owners(pixels, W: gl.constexpr, P: gl.constexpr, ELEMENTS: gl.constexpr):
+def owners(W: gl.constexpr, P: gl.constexpr, PIXELS: gl.constexpr, ELEMENTS: gl.constexpr):
     """Which of a slab's P channels has which of its elements; the last one has what is behind it, where nothing is read."""
-    return gl.minimum(gl.arange(0, W, ELEMENTS) // pixels, P - 1)
+    return gl.minimum(gl.arange(0, W, ELEMENTS) // PIXELS, P - 1)
 
 
 @gluon.jit
-def by_channel(a, b, pixels, V: gl.constexpr, W: gl.constexpr, P: gl.constexpr, WARPS: gl.constexpr):
-    """Two sums over lines of a slab, for each of its channels."""
+def by_channel(
+    a, b, V: gl.constexpr, W: gl.constexpr, P: gl.constexpr, PIXELS: gl.constexpr, LONG: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Two sums over lines of a slab, for each of its channels; LONG is a power of two, and no less than PIXELS."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     # Columns side by side in a warp. As they come, a thread has V of them, and adding them up over warps would go to few banks of
     # shared memory again and again.
@@ -127,20 +129,21 @@ def by_channel(a, b, pixels, V: gl.constexpr, W: gl.constexpr, P: gl.constexpr, 
     )
     a, b = gl.reduce((gl.convert_layout(a, LINES), gl.convert_layout(b, LINES)), 0, plus)
     if P < W:
-        OWN: gl.constexpr = gl.BlockedLayout([P, 1], [1, 32], [1, WARPS], [1, 0])
-        a = gl.expand_dims(gl.convert_layout(a, gl.SliceLayout(0, OWN)), 0)
-        b = gl.expand_dims(gl.convert_layout(b, gl.SliceLayout(0, OWN)), 0)
-        p = gl.expand_dims(gl.arange(0, P, gl.SliceLayout(1, OWN)), 1)
-        own = p == gl.expand_dims(owners(pixels, W, P, gl.SliceLayout(0, OWN)), 0)
-        a, b = gl.reduce((gl.where(own, a, 0.0), gl.where(own, b, 0.0)), 1, plus)
+        EACH: gl.constexpr = P * LONG // (32 * WARPS) if P * LONG > 32 * WARPS else 1
+        i = gl.arange(0, P * LONG, gl.BlockedLayout([EACH], [32], [WARPS], [0]))
+        own = i % LONG < PIXELS
+        at = gl.where(own, i // LONG * PIXELS + i % LONG, 0)
+        a = gl.reshape(gl.where(own, gl.gather(a, at, 0), 0.0), [P, LONG])
+        b = gl.reshape(gl.where(own, gl.gather(b, at, 0), 0.0), [P, LONG])
+        a, b = gl.reduce((a, b), 1, plus)
     return gl.convert_layout(a, LANES), gl.convert_layout(b, LANES)
 
 
 @gluon.jit
-def over_tile(v, pixels, TILE: gl.constexpr, W: gl.constexpr, P: gl.constexpr):
+def over_tile(v, TILE: gl.constexpr, W: gl.constexpr, P: gl.constexpr, PIXELS: gl.constexpr):
     """What a slab's channels have, as its tiles have it."""
     ELEMENTS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, TILE))
-    v = gl.gather(v, owners(pixels, W, P, ELEMENTS), 0) if P < W else gl.convert_layout(v, ELEMENTS)
+    v = gl.gather(v, owners(W, P, PIXELS, ELEMENTS), 0) if P < W else gl.convert_layout(v, ELEMENTS)
     return gl.expand_dims(gl.expand_dims(v, 0), 0)
 
 
@@ -197,10 +200,11 @@ def exchange(
 @gluon.jit
 def forward_kernel(
     x_ptr, r_ptr, weight_ptr, bias_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, tracked_ptr, words_ptr, sync_ptr,
-    rows, channels, pixels, row_stride, slabs, S, m, momentum, eps, floor, a,
+    rows, channels, row_stride, slabs, S, m, momentum, eps, floor, a,
     TRACK: gl.constexpr, CUMULATIVE: gl.constexpr, COUNTED: gl.constexpr,
     HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PHI: gl.constexpr,
-    V: gl.constexpr, P: gl.constexpr, W: gl.constexpr, K: gl.constexpr, B: gl.constexpr, WHOLE: gl.constexpr,
+    V: gl.constexpr, P: gl.constexpr, W: gl.constexpr, K: gl.constexpr, B: gl.constexpr,
+    PIXELS: gl.constexpr, LONG: gl.constexpr, WHOLE: gl.constexpr,
     H: gl.constexpr, R: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, COLUMNS: gl.constexpr, BS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -211,12 +215,12 @@ def forward_kernel(
     SLOT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     number: gl.constexpr = x_ptr.dtype.element_ty
     slab, member, tiles, first, step, offsets, limits = begin(
-        rows, channels, pixels, row_stride, slabs, S, TILE, K, B, W, P, V, WHOLE
+        rows, channels, row_stride, slabs, S, TILE, K, B, W, P, V, PIXELS, WHOLE
     )
     c = slab * P + gl.arange(0, P, LANES)
     known = c < channels
     # What is waited for first is asked for first.
-    nine = samples(x_ptr, c, known, rows, pixels, row_stride, pixels)
+    nine = samples(x_ptr, c, known, rows, PIXELS, row_stride, PIXELS)
     ring = gl.allocate_shared_memory(number, [H + R, K, B, W], SLOT)
     # r is wanted for the transform alone.
     ring_r = gl.allocate_shared_memory(number, [AHEAD if RESIDUAL else 1, K, B, W], SLOT)
@@ -229,7 +233,7 @@ def forward_kernel(
         mine = known & (member == 0)
         was = tracked(running_mean_ptr, running_var_ptr, tracked_ptr, c, mine, momentum, CUMULATIVE)
     about = one_of(nine)
-    k = over_tile(about, pixels, TILE, W, P)
+    k = over_tile(about, TILE, W, P, PIXELS)
     ones = gl.full([B, W], 0.0, gl.float32, gl.SliceLayout(0, TILE))
     squares = ones
     for t in range(tiles):
@@ -250,7 +254,7 @@ def forward_kernel(
             t = tiles - 1 - p
             fetch(ring_r, p, r_ptr + (first + t * step) + offsets, inside(t, limits) & (t >= 0))
             async_copy.commit_group()
-    one, other = by_channel(ones, squares, pixels, V, W, P, WARPS)
+    one, other = by_channel(ones, squares, V, W, P, PIXELS, LONG, WARPS)
     if SHARED:
         one, other = exchange(one, other, words_ptr, slab, member, S, slabs, epoch, P, COLUMNS, BS, WARPS)
     mean, var = moments_from(about, one, other, m)
@@ -259,9 +263,9 @@ def forward_kernel(
         gl.store(invstd_ptr + c, invstd, mask=known)
         if TRACK:
             track(running_mean_ptr, running_var_ptr, was, c, known, mean, var, m)
-    mean = over_tile(mean, pixels, TILE, W, P)
-    scale = over_tile(gamma * invstd, pixels, TILE, W, P)
-    beta = over_tile(beta, pixels, TILE, W, P)
+    mean = over_tile(mean, TILE, W, P, PIXELS)
+    scale = over_tile(gamma * invstd, TILE, W, P, PIXELS)
+    beta = over_tile(beta, TILE, W, P, PIXELS)
     # All rows: what is copied now stands before a member's last tile.
     whole = limits[0]
     for i in range(tiles):
@@ -284,10 +288,11 @@ def forward_kernel(
 def backward_kernel(
     dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr,
     words_ptr, sync_ptr,
-    rows, channels, pixels, row_stride, slabs, S, m, floor, a,
+    rows, channels, row_stride, slabs, S, m, floor, a,
     HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, NEED_R: gl.constexpr,
     FROM_X: gl.constexpr, HAT: gl.constexpr, INVERSE: gl.constexpr, BACKWARD: gl.constexpr, VARIANT_I: gl.constexpr,
-    V: gl.constexpr, P: gl.constexpr, W: gl.constexpr, K: gl.constexpr, B: gl.constexpr, WHOLE: gl.constexpr,
+    V: gl.constexpr, P: gl.constexpr, W: gl.constexpr, K: gl.constexpr, B: gl.constexpr,
+    PIXELS: gl.constexpr, LONG: gl.constexpr, WHOLE: gl.constexpr,
     H: gl.constexpr, R: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, COLUMNS: gl.constexpr, BS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -298,7 +303,7 @@ def backward_kernel(
     SLOT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     number: gl.constexpr = z_ptr.dtype.element_ty
     slab, member, tiles, first, step, offsets, limits = begin(
-        rows, channels, pixels, row_stride, slabs, S, TILE, K, B, W, P, V, WHOLE
+        rows, channels, row_stride, slabs, S, TILE, K, B, W, P, V, PIXELS, WHOLE
     )
     c = slab * P + gl.arange(0, P, LANES)
     known = c < channels
@@ -314,10 +319,10 @@ def backward_kernel(
         fetch_all(ring_z, ring_dz, ring_r, slot_of(p, H, R), z_ptr, dz_ptr, r_ptr, at, inside(p, limits), RESIDUAL)
         async_copy.commit_group()
     epoch = epoch_of(sync_ptr)
-    gamma = over_tile(gamma_c, pixels, TILE, W, P)
-    beta = over_tile(beta_c, pixels, TILE, W, P)
-    invstd = over_tile(invstd_c, pixels, TILE, W, P)
-    mean = over_tile(mean_c, pixels, TILE, W, P)
+    gamma = over_tile(gamma_c, TILE, W, P, PIXELS)
+    beta = over_tile(beta_c, TILE, W, P, PIXELS)
+    invstd = over_tile(invstd_c, TILE, W, P, PIXELS)
+    mean = over_tile(mean_c, TILE, W, P, PIXELS)
     ones = gl.full([B, W], 0.0, gl.float32, gl.SliceLayout(0, TILE))
     others = ones
     for t in range(tiles):
@@ -341,7 +346,7 @@ def backward_kernel(
         async_copy.commit_group()
     # All tiles have come; from here on, groups are those of the way back.
     async_copy.wait_group(0)
-    one, other = by_channel(ones, others, pixels, V, W, P, WARPS)
+    one, other = by_channel(ones, others, V, W, P, PIXELS, LONG, WARPS)
     if SHARED:
         one, other = exchange(one, other, words_ptr, slab, member, S, slabs, epoch, P, COLUMNS, BS, WARPS)
     if not VARIANT_I:
@@ -350,9 +355,9 @@ def backward_kernel(
     if member == 0:
         gl.store(sum_dy_ptr + c, one, mask=known)
         gl.store(sum_dy_xhat_ptr + c, other, mask=known)
-    scale = over_tile(scale, pixels, TILE, W, P)
-    slope = over_tile(slope, pixels, TILE, W, P)
-    constant = over_tile(constant, pixels, TILE, W, P)
+    scale = over_tile(scale, TILE, W, P, PIXELS)
+    slope = over_tile(slope, TILE, W, P, PIXELS)
+    constant = over_tile(constant, TILE, W, P, PIXELS)
     # All rows: what is copied now stands before a member's last tile.
     whole = limits[0]
     for i in range(tiles):

@@ -360,14 +360,16 @@ def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) ->
     slabs, W = triton.cdiv(place.channels, P), triton.next_power_of_2(P * place.pixels)
     # Rows that all threads copy at once, and of those as many as a tile has room for.
     B = threads * V // W
-    # Backward over several channels, measured: tiles twice as large, if six of them fit, and one less ahead.
-    larger = packed is not None and held > 1 and where.shared // SWEEP_PROGRAMS >= 6 * 2 * SWEEP_BYTES
+    # Backward over several channels, measured: tiles twice as large, if six of them fit, and one less ahead; with a residual no
+    # larger tiles, and one more ahead.
+    larger = packed is not None and maps == held == 2 and where.shared // SWEEP_PROGRAMS >= 6 * 2 * SWEEP_BYTES
+    most = SWEEP_AHEAD - larger + (maps > held or maps > 2)
     K = SWEEP_BYTES * (1 + larger) // maps // (threads * 16)
     # What it takes to turn a sum of a tile's rows round, or to add up two of every channel over warps.
     beside = SYSTEM_BYTES + max(4 * B * W, 8 * P * SWEEP_WARPS)
     tiles = (where.shared // SWEEP_PROGRAMS - beside) // (K * threads * 16)
     # Each map that stays takes H + R tiles, each other one ``ahead``; R ≥ ahead.
-    ahead = min(SWEEP_AHEAD - larger, (tiles - held) // maps)
+    ahead = min(most, (tiles - held) // maps)
     R = ahead + 1
     H = (tiles - (maps - held) * ahead) // held - R
     if ahead < 2 or slabs > programs or K * B * place.row_stride >= 1 << 31:

@@ -519,6 +519,12 @@ def test_what_is_said_of_latency_rounds_and_slots_was_measured():
         for wide in (256, 128, 64)
     ]
     assert "reach {} of a whole row's bandwidth, of 128 bytes {}, of 64 bytes {}.".format(*strips) in notes
+    # 32 rounds of two groups, each with a strip of 128 bytes, which are read and written.
+    round_us = by_plan("rounds")["one"]["12x4096x97x97", "bfloat16", "channels_last", "forward"][
+        "rounds, 4 warps, tiles of 4 KB"
+    ]
+    needed = 2 * 2 * 128 * 112908 / copies["112908", "8192"][128] / 1e6
+    assert f"takes {round_us / 32:.0f} µs where its bytes need {needed:.0f} at the speed of such strips" in notes
     shares = read("waitshares-H200-torch2.11.0-triton3.6.0.csv")
 
     def percent(column: str, rows: list[dict[str, str]]) -> str:

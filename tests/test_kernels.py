@@ -405,7 +405,7 @@ def test_sweeps_fit_the_card_and_cover_the_rows(figures):
     places += [kernels.plans.Layout(False, n, c, 98, c * 98, 98) for n, c in ((128, 512), (2, 24), (1000, 64))]
     sweeps = 0
     for place in places:
-        for itemsize, maps, held in [(2, 1, 1), (2, 2, 1), (2, 2, 2), (2, 3, 3), (4, 1, 1), (4, 3, 3)]:
+        for itemsize, maps, held in [(2, 1, 1), (2, 2, 1), (2, 2, 2), (2, 3, 3), (4, 1, 1), (4, 2, 2), (4, 3, 3)]:
             s = kernels.plans.sweep_of(place, itemsize, maps, held, where)
             if s is None:
                 # A row of 2 KiB at most has too few channels for so many on a small card.
@@ -517,8 +517,8 @@ def hold(kernels, monkeypatch, held):
         monkeypatch.setattr(kernels.launches, "ring", None)
 
 
-def few_processors(kernels, monkeypatch, processors, swept=False):
-    """As if the card had so many; small maps are held in shared memory, too. On a CPU by threads, in small tiles."""
+def few_processors(kernels, monkeypatch, processors, swept=False, tiles=7):
+    """As if the card had so many; small maps are held in shared memory, too. On a CPU by threads, in so many small tiles."""
     hold(kernels, monkeypatch, True)
     if DEVICE == "cuda":
         card = kernels.plans.card
@@ -541,7 +541,7 @@ def few_processors(kernels, monkeypatch, processors, swept=False):
     monkeypatch.setattr(kernels.launches, "_runner", lambda *_: None)
     # The interpreter's programs would wait for each other for ever.
     monkeypatch.setattr(kernels.plans, "team", lambda *_: pytest.fail("no room in shared memory"))
-    shared = 2 * (7 * 4096 + 4096) if swept else 3 * (9 * 256 + kernels.plans.RING_BESIDE)
+    shared = 2 * (tiles * 4096 + 4096) if swept else 3 * (9 * 256 + kernels.plans.RING_BESIDE)
     where = kernels.plans.Card(processors, 65536, 2048, shared, 1 << 20, True)
     monkeypatch.setattr(kernels.plans, "card", lambda _: where)
 
@@ -594,6 +594,8 @@ if DEVICE == "cpu":
         "few pixels, more than is held": ((97, 16, 7, 7), "contiguous", 2),
         "few pixels, more channels": ((9, 24, 5, 6), "contiguous", 8),
         "some pixels": ((21, 16, 7, 14), "contiguous", 4),
+        "few pixels, larger tiles": ((97, 16, 7, 7), "contiguous", 2, 13),
+        "some pixels, larger tiles": ((61, 16, 7, 14), "contiguous", 4, 13),
     }
 
 
@@ -609,13 +611,49 @@ def test_maps_held_in_shared_memory(kernels, monkeypatch, room, case, dtype, res
     """Few processors have many rounds, or tiles; many have teams of many members."""
     if dtype is (torch.bfloat16 if DEVICE == "cpu" else torch.float16):
         pytest.skip("of the 16-bit numbers one is enough, and numpy has no bfloat16")
-    shape, layout, processors = HELD[case] if room == "ring" else SWEPT[case]
-    few_processors(kernels, monkeypatch, processors, room == "sweep")
+    shape, layout, processors, *tiles = HELD[case] if room == "ring" else SWEPT[case]
+    few_processors(kernels, monkeypatch, processors, room == "sweep", *tiles)
     # Means that lie apart: moments taken about another channel's sample would cost digits.
     step(kernels, shape, layout, dtype, "leaky_relu", 0.01, 0.1, residual=residual, spread=20.0)
     fused = {launch.kernel for launch in kernels.launches.LAUNCHES.values() if launch and launch.words}
     used = getattr(kernels.launches, room)
     assert fused == {used.forward_kernel, used.backward_kernel}
+
+
+@runs_here
+@pytest.mark.parametrize("epoch", [0, (1 << 31) - 5, -(1 << 30)], ids=str)
+def test_launches_of_all_kinds_count_in_one_word(kernels, monkeypatch, epoch):
+    """Sweeps add up to the next epoch, the last program of a ring sets it; plain and cumulative averages alike."""
+    few_processors(kernels, monkeypatch, 3, swept=True)
+    if DEVICE == "cpu":
+        # Tiles of a size for the room that sweeps have.
+        monkeypatch.setattr(kernels.plans, "RING_BYTES", 4096)
+    # Rings, sweeps that share channels, and sweeps of which each program has its own.
+    shapes = [((3, 5, 10, 12), "contiguous"), ((6, 32, 13, 14), "channels_last"), ((9, 48, 5, 6), "contiguous")]
+    words, sync = kernels.launches._fresh_words(torch.device(DEVICE), 1 << 16)
+    sync.fill_(epoch << 20)
+    key = torch.empty(0, device=DEVICE).device, 0
+    monkeypatch.setitem(kernels.launches.WORDS, key, (words, sync))
+    counts, last = {}, epoch
+    for momentum in (0.1, None, 0.1):
+        for shape, layout in shapes:
+            base, view = LAYOUTS[layout](torch.randn(shape, device=DEVICE))
+            x, channels = view(base), shape[1]
+            mean, var = torch.zeros(channels, device=DEVICE), torch.ones(channels, device=DEVICE)
+            tracked = counts.setdefault(shape, torch.zeros((), dtype=torch.int64, device=DEVICE))
+            before = int(tracked)
+            ones = torch.ones(channels, device=DEVICE)
+            rest = (1e-5, *resolve("leaky_relu", 0.1))
+            invstd = kernels.normalize_batch_(x, ones, None, mean, var, tracked, momentum, 1e-5, *rest)
+            kernels.input_grad_batch(torch.ones_like(x), x, ones, None, invstd, *rest, "II")
+            assert int(tracked) == before + 1
+            # Nobody is left in the count; the epoch, of which stamps have 32 bits, moves on where programs share a channel.
+            word = int(sync)
+            moved = ((word >> 20) - last) % (1 << 32)
+            assert word & ((1 << 20) - 1) == 0 and (0 < moved < 100 if channels != 48 else moved == (momentum is None))
+            last = word >> 20
+    used = {launch.kernel for launch in kernels.launches.LAUNCHES.values() if launch}
+    assert len(used) == 4 and last != epoch
 
 
 @runs_here
@@ -818,7 +856,7 @@ for name, phi in ACTIVATIONS.items():
                 **c.constants, "PHI": forward, "INVERSE": inverse, "BACKWARD": backward, "VARIANT_I": False,
                 "HAS_WEIGHT": True, "HAS_BIAS": True, "RESIDUAL": True, "NEED_R": True,
                 "FROM_X": phi.inverse is None, "HAT": False,
-                "TRACK": True, "CUMULATIVE": True, "COUNTED": True, "FIXED": False,
+                "TRACK": True, "CUMULATIVE": architecture == 80, "COUNTED": True, "FIXED": False,
                 "SHARED": True, "MW": min(w, 2), "BS": 128, "THREADS": 32 * kernels.plans.WARPS,
             }
             fused = {"maxnreg": kernels.plans.registers(c.constants["INNER"]), "launch_cooperative_grid": True}
@@ -827,7 +865,7 @@ for name, phi in ACTIVATIONS.items():
             if place is LAYOUTS[0] or architecture != 90:
                 # Elsewhere with edges, which have all that others have.
                 in_ring = {"V": 8, "LINES": 128, "T": 3, "LAG": 5, "AHEAD": 2, "WARPS": kernels.plans.RING_WARPS}
-                in_ring |= {"EDGES": 0 if architecture == 90 else 256, "LATE": architecture == 100}
+                in_ring |= {"EDGES": 0 if architecture == 90 else 256, "LATE": plain and architecture != 80}
                 options = {"maxnreg": 168, "launch_cooperative_grid": True, "num_warps": kernels.plans.RING_WARPS}
                 for kernel in (ring.forward_kernel, ring.backward_kernel):
                     text = build(kernel, architecture, {**constants, **in_ring}, **options).asm["ptx"]
@@ -836,8 +874,8 @@ for name, phi in ACTIVATIONS.items():
             if place in LAYOUTS[2:] or not plain:
                 in_sweep = {"V": 8, "K": 2, "H": 5, "R": 4, "AHEAD": 3, "BS": 64, "WARPS": kernels.plans.SWEEP_WARPS}
                 # Sums exchanged at once, and in two steps.
-                packed = {"P": 8, "W": 512, "B": 2, "PIXELS": 49, "LONG": 64, "WHOLE": False, "COLUMNS": 16}
-                inner = {"P": 64, "W": 64, "B": 16, "PIXELS": 1, "LONG": 1, "WHOLE": True, "COLUMNS": 2}
+                packed = {"P": 8, "W": 512, "B": 2, "PIXELS": 49, "WHOLE": False, "COLUMNS": 16, "SHARED": False}
+                inner = {"P": 64, "W": 64, "B": 16, "PIXELS": 1, "WHOLE": True, "COLUMNS": 2}
                 in_sweep |= packed if place is LAYOUTS[3] else inner
                 options = {"maxnreg": 255, "launch_cooperative_grid": True, "num_warps": kernels.plans.SWEEP_WARPS}
                 for kernel in (sweep.forward_kernel, sweep.backward_kernel):

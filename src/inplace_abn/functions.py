@@ -307,7 +307,7 @@ class InPlaceABN(torch.autograd.Function):
         if how.overwrite and may_overwrite(x) and (residual is None or not _share_memory(x, residual)):
             z = x
             ctx.mark_dirty(x)
-            # Nobody stores z elsewhere, so that backward finds it as it is here.
+            # No hooks store z, or it would not be overwritten: backward finds it as it is here.
             ctx.ops = ops
         elif how.training and anchor is None and is_dense(x):
             fresh = True

@@ -297,9 +297,11 @@ def _like(z: Tensor) -> Tensor:
     """A new buffer in z's layout, gaps included: one layout serves all tensors of a launch."""
     # Quicker, and the same where z has no gaps.
     new = torch.empty_like(z)
-    if new.stride() == z.stride():
-        return new
-    return torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device)
+    if new.stride() != z.stride():
+        # Not both at once.
+        del new
+        new = torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device)
+    return new
 
 
 def _as(dz: Tensor, z: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ import triton.language as tl
 PATIENCE = tl.constexpr(1 << 22)
 # Of a launch's word: bits in which programs are counted that have finished, and what the epoch above them counts for.
 COUNT_BITS = tl.constexpr(20)
-EPOCH = tl.constexpr(1 << 20)
+EPOCH = tl.constexpr(1 << COUNT_BITS.value)
 
 
 @triton.jit
@@ -526,17 +526,19 @@ def epoch_of(sync_ptr):
 @triton.jit
 def finish(
     sync_ptr, tracked_ptr, epoch, rounds,
-    COUNTED: tl.constexpr, CUMULATIVE: tl.constexpr, SHARED: tl.constexpr, ONCE: tl.constexpr,
+    COUNTED: tl.constexpr, CUMULATIVE: tl.constexpr, SHARED: tl.constexpr, ONE_ROUND: tl.constexpr,
 ):  # fmt: skip
     """Leave a fresh epoch for the next launch, and count the batch.
 
-    Where others may still ask for the counter, or there was more than one round, the last program does both. ONCE: all add to one
-    word, in which the epoch is 1 more when every one has, and nobody waits for an answer.
+    Where others may still ask for the counter, or there was more than one round, the last program does both. Where there was one
+    round, all add to the word, so that the epoch is 1 more when every one has, and nobody waits for an answer: as long as one is
+    missing, the word is less than that, whoever came before. More rounds could not be added so: programs that have not begun yet
+    would find an epoch in between.
 
     Relaxed: a program has used its own copies of epoch and counter when it comes here, in stores that were issued before the
     barrier; what it has written is for the next launch, and need not have arrived.
     """
-    if (COUNTED and CUMULATIVE) or (SHARED and not ONCE):
+    if (COUNTED and CUMULATIVE) or (SHARED and not ONE_ROUND):
         tl.debug_barrier()
         before = tl.atomic_add(sync_ptr, 1, sem="relaxed", scope="gpu")
         if before & (EPOCH - 1) == tl.num_programs(0) - 1:

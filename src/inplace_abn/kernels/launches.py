@@ -271,8 +271,7 @@ Held = tuple[Any, int, int, dict[str, Any], tuple[int | float, ...]]
 def _in_a_ring(c: plans.Ring, place: plans.Layout) -> Held:
     warps = plans.RING_WARPS
     constants = {
-        "V": c.V, "EDGES": c.edges, "LINES": c.lines, "T": c.T, "LAG": c.lag, "AHEAD": c.ahead,
-        "LATE": c.late,
+        "V": c.V, "EDGES": c.edges, "LINES": c.lines, "T": c.T, "LAG": c.lag, "AHEAD": c.ahead, "LATE": c.late,
         "BS": max(triton.next_power_of_2(c.S), 32 * warps),
     }  # fmt: skip
     strides = place.row_stride, place.channel_stride
@@ -286,8 +285,7 @@ def _swept(c: plans.Sweep, place: plans.Layout) -> Held:
     warps, once = plans.SWEEP_WARPS, c.columns == 2 * c.P
     constants = {
         "V": c.V, "P": c.P, "W": c.W, "K": c.K, "B": c.B, "H": c.H, "R": c.R, "AHEAD": c.ahead, "COLUMNS": c.columns,
-        "PIXELS": place.pixels, "LONG": triton.next_power_of_2(place.pixels),
-        "WHOLE": place.channels % c.P == 0 and c.P * place.pixels == c.W,
+        "PIXELS": place.pixels, "WHOLE": place.channels % c.P == 0 and c.P * place.pixels == c.W,
         # Rows of words that a member reads; in columns as many words as threads, or more.
         "BS": triton.next_power_of_2(2 * c.S) if once else max(triton.next_power_of_2(c.S), 32 * warps // min(32, c.columns)),
     }  # fmt: skip

@@ -320,7 +320,7 @@ def ring_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> 
         T, S = triton.cdiv(share, lines), triton.cdiv(vectors, share)
         for slack in (RING_SLACK, RING_SLACK - 1):
             lag = T + min(T, slack)
-            # Each map that stays takes lag + ahead + 1 tiles, each other one ahead + 1.
+            # Each map that stays takes lag + ahead + 1 tiles, each other one ahead + 1; late, there is one more ahead.
             ahead = min((tiles - held * lag) // maps - 1, lag)
             if ahead > 1 or (ahead == 1 and where.processors < S):
                 break
@@ -360,10 +360,11 @@ def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) ->
     slabs, W = triton.cdiv(place.channels, P), triton.next_power_of_2(P * place.pixels)
     # Rows that all threads copy at once, and of those as many as a tile has room for.
     B = threads * V // W
-    # Backward over several channels, measured: tiles twice as large, if six of them fit, and one less ahead; with a residual no
-    # larger tiles, and one more ahead.
-    larger = packed is not None and maps == held == 2 and where.shared // SWEEP_PROGRAMS >= 6 * 2 * SWEEP_BYTES
-    most = SWEEP_AHEAD - larger + (maps > held or maps > 2)
+    # A residual is one more map: forward it is read once, backward it is the third. Measured: with one, one more tile ahead;
+    # without, and several channels in a row, backward likes tiles twice as large, if six of them fit, and one less ahead.
+    residual = maps > held or maps > 2
+    larger = packed is not None and not residual and held > 1 and where.shared // SWEEP_PROGRAMS >= 6 * 2 * SWEEP_BYTES
+    most = SWEEP_AHEAD + residual - larger
     K = SWEEP_BYTES * (1 + larger) // maps // (threads * 16)
     # What it takes to turn a sum of a tile's rows round, or to add up two of every channel over warps.
     beside = SYSTEM_BYTES + max(4 * B * W, 8 * P * SWEEP_WARPS)

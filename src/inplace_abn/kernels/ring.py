@@ -12,9 +12,10 @@ team has ``share``, in T tiles of LINES. For each of its tiles in turn a member
    first, which all members have published LAG − T tiles ago, so that nobody waits for long.
 
 With the last tile of a channel it publishes its sums. A slot of the ring is free once its tile is stored: LAG + AHEAD + 1 slots
-serve, T < LAG ≤ 2·T. LATE: a copy starts only when a tile is stored, into its slot, and one slot less serves. The words of
-round n are overwritten in round n + 4, by a member that has collected round n + 2, which others have published after they
-collected round n. Where rows start anywhere, what lies in no whole vector is loaded apart, twice, by one member for each row.
+serve, T < LAG ≤ 2·T. LATE, in backward: a copy starts only when a tile is stored, into its slot, and one slot less serves. The
+words of round n are overwritten in round n + 4, by a member that has collected round n + 2, which others have published after
+they collected round n. Where rows start anywhere, what lies in no whole vector is loaded apart, twice, by one member for each
+row.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def fetch_all(
     ring_z, ring_dz, ring_r, n, t: gl.constexpr, z_ptr, dz_ptr, r_ptr, base, step, rounds, lines,
     T: gl.constexpr, R: gl.constexpr, TILE: gl.constexpr, V: gl.constexpr, EDGES: gl.constexpr, RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """Start to copy tile t, counted from the first one of round n, of every map that backward reads, as one group."""
+    """Start to copy tile t, counted from the first of round n, of every map that backward reads, and commit that as one group."""
     later = n + t // T
     at, offsets, there = spot(base + later * step, lines, t % T, TILE, V, EDGES)
     there = there & (later < rounds)

@@ -86,7 +86,7 @@ def slot_of(t, H: gl.constexpr, R: gl.constexpr):
 def fetch_all(
     ring_z, ring_dz, ring_r, slot, z_ptr, dz_ptr, r_ptr, at, there, RESIDUAL: gl.constexpr
 ):  # fmt: skip
-    """Start to copy a tile of every map that backward reads, as one group."""
+    """Start to copy a tile of every map that backward reads."""
     fetch(ring_z, slot, z_ptr + at, there)
     fetch(ring_dz, slot, dz_ptr + at, there)
     if RESIDUAL:
@@ -116,9 +116,9 @@ def owners(W: gl.constexpr, P: gl.constexpr, PIXELS: gl.constexpr, ELEMENTS: gl.
 
 @gluon.jit
 def by_channel(
-    a, b, V: gl.constexpr, W: gl.constexpr, P: gl.constexpr, PIXELS: gl.constexpr, LONG: gl.constexpr, WARPS: gl.constexpr
+    a, b, V: gl.constexpr, W: gl.constexpr, P: gl.constexpr, PIXELS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Two sums over lines of a slab, for each of its channels; LONG is a power of two, and no less than PIXELS."""
+    """Two sums over lines of a slab, for each of its channels."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     # Columns side by side in a warp. As they come, a thread has V of them, and adding them up over warps would go to few banks of
     # shared memory again and again.
@@ -129,8 +129,9 @@ def by_channel(
     )
     a, b = gl.reduce((gl.convert_layout(a, LINES), gl.convert_layout(b, LINES)), 0, plus)
     if P < W:
-        EACH: gl.constexpr = P * LONG // (32 * WARPS) if P * LONG > 32 * WARPS else 1
-        i = gl.arange(0, P * LONG, gl.BlockedLayout([EACH], [32], [WARPS], [0]))
+        # Each channel's elements, filled up to a power of two.
+        LONG: gl.constexpr = W // P
+        i = gl.arange(0, W, gl.BlockedLayout([W // (32 * WARPS) if W > 32 * WARPS else 1], [32], [WARPS], [0]))
         own = i % LONG < PIXELS
         at = gl.where(own, i // LONG * PIXELS + i % LONG, 0)
         a = gl.reshape(gl.where(own, gl.gather(a, at, 0), 0.0), [P, LONG])
@@ -204,7 +205,7 @@ def forward_kernel(
     TRACK: gl.constexpr, CUMULATIVE: gl.constexpr, COUNTED: gl.constexpr,
     HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PHI: gl.constexpr,
     V: gl.constexpr, P: gl.constexpr, W: gl.constexpr, K: gl.constexpr, B: gl.constexpr,
-    PIXELS: gl.constexpr, LONG: gl.constexpr, WHOLE: gl.constexpr,
+    PIXELS: gl.constexpr, WHOLE: gl.constexpr,
     H: gl.constexpr, R: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, COLUMNS: gl.constexpr, BS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -254,7 +255,7 @@ def forward_kernel(
             t = tiles - 1 - p
             fetch(ring_r, p, r_ptr + (first + t * step) + offsets, inside(t, limits) & (t >= 0))
             async_copy.commit_group()
-    one, other = by_channel(ones, squares, V, W, P, PIXELS, LONG, WARPS)
+    one, other = by_channel(ones, squares, V, W, P, PIXELS, WARPS)
     if SHARED:
         one, other = exchange(one, other, words_ptr, slab, member, S, slabs, epoch, P, COLUMNS, BS, WARPS)
     mean, var = moments_from(about, one, other, m)
@@ -292,7 +293,7 @@ def backward_kernel(
     HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, NEED_R: gl.constexpr,
     FROM_X: gl.constexpr, HAT: gl.constexpr, INVERSE: gl.constexpr, BACKWARD: gl.constexpr, VARIANT_I: gl.constexpr,
     V: gl.constexpr, P: gl.constexpr, W: gl.constexpr, K: gl.constexpr, B: gl.constexpr,
-    PIXELS: gl.constexpr, LONG: gl.constexpr, WHOLE: gl.constexpr,
+    PIXELS: gl.constexpr, WHOLE: gl.constexpr,
     H: gl.constexpr, R: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, COLUMNS: gl.constexpr, BS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -346,7 +347,7 @@ def backward_kernel(
         async_copy.commit_group()
     # All tiles have come; from here on, groups are those of the way back.
     async_copy.wait_group(0)
-    one, other = by_channel(ones, others, V, W, P, PIXELS, LONG, WARPS)
+    one, other = by_channel(ones, others, V, W, P, PIXELS, WARPS)
     if SHARED:
         one, other = exchange(one, other, words_ptr, slab, member, S, slabs, epoch, P, COLUMNS, BS, WARPS)
     if not VARIANT_I:

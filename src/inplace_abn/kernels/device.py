@@ -607,7 +607,7 @@ def forward_kernel(
                 rows, channels, pixels, row_stride, channel_stride, across,
                 RESIDUAL, PHI, INNER, BR, BC, W, V, EDGES, WHOLE, STAGES,
             )  # fmt: skip
-    finish(sync_ptr, tracked_ptr, epoch, rounds, COUNTED, CUMULATIVE, SHARED, False)
+    finish(sync_ptr, tracked_ptr, epoch, rounds, COUNTED, CUMULATIVE, SHARED, ONE_ROUND=False)
 
 
 @triton.jit
@@ -656,7 +656,7 @@ def backward_kernel(
                 slab, member, chunks, per, rows, channels, pixels, row_stride, channel_stride, across,
                 RESIDUAL, NEED_R, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, False, INNER, BR, BC, W, V, EDGES, WHOLE, STAGES,
             )  # fmt: skip
-    finish(sync_ptr, sync_ptr, epoch, rounds, False, False, SHARED, False)
+    finish(sync_ptr, sync_ptr, epoch, rounds, False, False, SHARED, ONE_ROUND=False)
 
 
 # ---- the verbs, one launch each: any number of members, none of which waits

@@ -358,19 +358,17 @@ def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) ->
     while triton.cdiv(place.channels, P) > programs and widest >= 2 * P:
         P *= 2
     slabs, W = triton.cdiv(place.channels, P), triton.next_power_of_2(P * place.pixels)
-    # Rows that all threads copy at once, and of those as many as a tile has room for.
-    B = threads * V // W
     # A residual is one more map: forward it is read once, backward it is the third. Measured: with one, one more tile ahead;
     # without, and several channels in a row, backward likes tiles twice as large, if six of them fit, and one less ahead.
     residual = maps > held or maps > 2
     larger = packed is not None and not residual and held > 1 and where.shared // SWEEP_PROGRAMS >= 6 * 2 * SWEEP_BYTES
-    most = SWEEP_AHEAD + residual - larger
-    K = SWEEP_BYTES * (1 + larger) // maps // (threads * 16)
+    # Rows that all threads copy at once, and of those as many as a tile has room for.
+    B, K = threads * V // W, SWEEP_BYTES * (1 + larger) // maps // (threads * 16)
     # What it takes to turn a sum of a tile's rows round, or to add up two of every channel over warps.
     beside = SYSTEM_BYTES + max(4 * B * W, 8 * P * SWEEP_WARPS)
     tiles = (where.shared // SWEEP_PROGRAMS - beside) // (K * threads * 16)
     # Each map that stays takes H + R tiles, each other one ``ahead``; R ≥ ahead.
-    ahead = min(most, (tiles - held) // maps)
+    ahead = min(SWEEP_AHEAD + residual - larger, (tiles - held) // maps)
     R = ahead + 1
     H = (tiles - (maps - held) * ahead) // held - R
     if ahead < 2 or slabs > programs or K * B * place.row_stride >= 1 << 31:

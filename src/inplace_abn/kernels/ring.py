@@ -288,7 +288,7 @@ def forward_kernel(
             publish(first, second, words_ptr, group, member, S, n, epoch, S * G)
         k = k_next
     async_copy.wait_group(0)
-    finish(sync_ptr, tracked_ptr, epoch, gl.cdiv(slabs, G), COUNTED, CUMULATIVE, True, False)
+    finish(sync_ptr, tracked_ptr, epoch, gl.cdiv(slabs, G), COUNTED, CUMULATIVE, SHARED=True, ONE_ROUND=False)
 
 
 @gluon.jit
@@ -444,4 +444,4 @@ def backward_kernel(
         invstd_d = invstd_next
         mean_d = mean_next
     async_copy.wait_group(0)
-    finish(sync_ptr, sync_ptr, epoch, gl.cdiv(slabs, G), False, False, True, False)
+    finish(sync_ptr, sync_ptr, epoch, gl.cdiv(slabs, G), False, False, SHARED=True, ONE_ROUND=False)

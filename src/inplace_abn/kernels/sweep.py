@@ -282,7 +282,7 @@ def forward_kernel(
             fetch(ring_r, i % AHEAD, r_ptr + (first + (t - AHEAD) * step) + offsets, whole & (t >= AHEAD))
         async_copy.commit_group()
     async_copy.wait_group(0)
-    finish(sync_ptr, tracked_ptr, epoch, 1, COUNTED, CUMULATIVE, SHARED, True)
+    finish(sync_ptr, tracked_ptr, epoch, 1, COUNTED, CUMULATIVE, SHARED, ONE_ROUND=True)
 
 
 @gluon.jit
@@ -380,4 +380,4 @@ def backward_kernel(
             fetch_all(ring_z, ring_dz, ring_r, slot_of(t, H, R), z_ptr, dz_ptr, r_ptr, at, whole, RESIDUAL)
         async_copy.commit_group()
     async_copy.wait_group(0)
-    finish(sync_ptr, sync_ptr, epoch, 1, False, False, SHARED, True)
+    finish(sync_ptr, sync_ptr, epoch, 1, False, False, SHARED, ONE_ROUND=True)

@@ -379,8 +379,7 @@ def test_rings_fit_the_card_and_cover_the_channel(monkeypatch, figures):
             assert r.S * r.share >= r.vectors > (r.S - 1) * r.share and r.T * r.lines >= r.share > (r.T - 1) * r.lines
             # As the kernels need it for their words and slots.
             assert r.T < r.lag <= 2 * r.T and 1 <= r.ahead <= r.lag and 1 <= r.G <= c
-            slots = held * (r.lag + r.ahead + (not r.late)) + (maps - held) * (r.ahead + 1)
-            assert not r.late or (held > 1 and r.ahead > 1)
+            slots = held * (r.lag + r.ahead) + (maps - held) * r.ahead
             shared = r.lines * r.V * itemsize * slots
             each = kernels.plans.resident(r.registers, shared + 512, kernels.plans.RING_WARPS, where)
             assert each * where.processors >= r.S * r.G
@@ -418,8 +417,10 @@ def test_sweeps_fit_the_card_and_cover_the_rows(figures):
             assert s.B * s.W == 32 * kernels.plans.SWEEP_WARPS * s.V and all(n & (n - 1) == 0 for n in (s.K, s.B, s.W))
             # No member is idle, and all columns have one who adds them up, or all members do.
             assert s.S <= -(-place.rows // (s.K * s.B)) and s.S * s.columns >= 2 * s.P
-            # A slot is free before it is copied into.
-            assert 2 <= s.ahead <= s.R and s.H >= 0
+            # A slot is free before it is copied into; or all tiles have one.
+            most = -(-place.rows // (s.K * s.B * s.S))
+            assert 2 <= s.ahead and (s.ahead <= s.R and s.H >= 0 if s.R else max(most, s.ahead) <= s.H)
+            assert s.R == 0 or most > s.H + s.R
             # Words of all members, and totals; those that a member reads, as many as threads or more.
             _, _, words, constants, _ = kernels.launches._swept(s, place)
             once = s.columns == 2 * s.P
@@ -530,7 +531,7 @@ def few_processors(kernels, monkeypatch, processors, swept=False, tiles=7):
             forward_kernel=Kernel(room.forward_kernel), backward_kernel=Kernel(room.backward_kernel)
         )
         monkeypatch.setattr(kernels.launches, name, emulated)
-    monkeypatch.setattr(kernels.plans, "RING_BYTES", 256)
+    monkeypatch.setattr(kernels.plans, "RING_BYTES", (256, 128))
     monkeypatch.setattr(kernels.plans, "RING_PIXELS", 65)
     # Several channels in a row are no less than that on a GPU.
     monkeypatch.setattr(kernels.plans, "TILE", 4096 if swept else 256)
@@ -627,7 +628,7 @@ def test_launches_of_all_kinds_count_in_one_word(kernels, monkeypatch, epoch):
     few_processors(kernels, monkeypatch, 3, swept=True)
     if DEVICE == "cpu":
         # Tiles of a size for the room that sweeps have.
-        monkeypatch.setattr(kernels.plans, "RING_BYTES", 4096)
+        monkeypatch.setattr(kernels.plans, "RING_BYTES", (4096, 2048))
     # Rings, sweeps that share channels, and sweeps of which each program has its own.
     shapes = [((3, 5, 10, 12), "contiguous"), ((6, 32, 13, 14), "channels_last"), ((9, 48, 5, 6), "contiguous")]
     words, sync = kernels.launches._fresh_words(torch.device(DEVICE), 1 << 16)
@@ -866,17 +867,17 @@ for name, phi in ACTIVATIONS.items():
             if place is LAYOUTS[0] or architecture != 90:
                 # Elsewhere with edges, which have all that others have.
                 in_ring = {"V": 8, "LINES": 128, "T": 3, "LAG": 5, "AHEAD": 2, "WARPS": kernels.plans.RING_WARPS}
-                in_ring |= {"EDGES": 0 if architecture == 90 else 256, "LATE": plain and architecture != 80}
+                in_ring |= {"EDGES": 0 if architecture == 90 else 256}
                 options = {"maxnreg": 168, "launch_cooperative_grid": True, "num_warps": kernels.plans.RING_WARPS}
                 for kernel in (ring.forward_kernel, ring.backward_kernel):
                     text = build(kernel, architecture, {**constants, **in_ring}, **options).asm["ptx"]
                     # Whole vectors, or nothing is gained.
                     assert "cp.async.cg.shared.global" in text and ", 0x10, " in text, text[:2000]
             if place in LAYOUTS[2:] or not plain:
-                in_sweep = {"V": 8, "K": 2, "H": 5, "R": 4, "AHEAD": 3, "BS": 64, "WARPS": kernels.plans.SWEEP_WARPS}
-                # Sums exchanged at once, and in two steps.
-                packed = {"P": 8, "W": 512, "B": 2, "PIXELS": 49, "WHOLE": False, "COLUMNS": 16, "SHARED": False}
-                inner = {"P": 64, "W": 64, "B": 16, "PIXELS": 1, "WHOLE": True, "COLUMNS": 2}
+                in_sweep = {"V": 8, "K": 2, "AHEAD": 3, "BS": 64, "WARPS": kernels.plans.SWEEP_WARPS}
+                # Sums exchanged at once, and in two steps; all tiles held, and not.
+                packed = {"H": 9, "R": 0, "P": 8, "W": 512, "B": 2, "PIXELS": 49, "WHOLE": False, "COLUMNS": 16, "SHARED": False}
+                inner = {"H": 5, "R": 4, "P": 64, "W": 64, "B": 16, "PIXELS": 1, "WHOLE": True, "COLUMNS": 2}
                 in_sweep |= packed if place is LAYOUTS[3] else inner
                 options = {"maxnreg": 255, "launch_cooperative_grid": True, "num_warps": kernels.plans.SWEEP_WARPS}
                 for kernel in (sweep.forward_kernel, sweep.backward_kernel):

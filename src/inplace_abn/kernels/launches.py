@@ -271,7 +271,7 @@ Held = tuple[Any, int, int, dict[str, Any], tuple[int | float, ...]]
 def _in_a_ring(c: plans.Ring, place: plans.Layout) -> Held:
     warps = plans.RING_WARPS
     constants = {
-        "V": c.V, "EDGES": c.edges, "LINES": c.lines, "T": c.T, "LAG": c.lag, "AHEAD": c.ahead, "LATE": c.late,
+        "V": c.V, "EDGES": c.edges, "LINES": c.lines, "T": c.T, "LAG": c.lag, "AHEAD": c.ahead,
         "BS": max(triton.next_power_of_2(c.S), 32 * warps),
     }  # fmt: skip
     strides = place.row_stride, place.channel_stride

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -28,14 +29,12 @@ CREW = 8
 CREW_OF_SLAB = 256
 CREW_THAT_SUMS = 4
 CREW_THAT_MAPS = 16
-# Where maps are held in shared memory: warps of a program, programs on a processor at most, bytes of a tile of all maps, tiles
-# for which a program should have room, and tiles that it goes on with between publishing its sums and collecting those of all;
-# one less where that leaves but one to be copied ahead, unless so many wait for each other that it pays nevertheless.
+# Where maps are held in shared memory: warps of a program, programs on a processor at most, bytes of a large and a small tile of
+# all maps, and large tiles for which a program should have room.
 RING_WARPS = 4
 RING_PROGRAMS = 3
-RING_BYTES = 8192
+RING_BYTES = (8192, 4096)
 RING_TILES = 9
-RING_SLACK = 3
 # Bytes of shared memory that the system takes from every program, and what a program of a ring has beside its tiles: these, and
 # what reductions need.
 SYSTEM_BYTES = 1024
@@ -105,9 +104,8 @@ class Team(NamedTuple):
 class Ring(NamedTuple):
     """A channel in vectors of V, of which S members have ``share`` each, in T tiles of ``lines``; G channels at a time.
 
-    ``lag`` is the number of tiles between adding one up and transforming it, ``ahead`` that of tiles being copied; ``late``,
-    a copy starts only when a tile is stored, and its slot free. Where rows start anywhere, a member has so many ``edges``:
-    elements before the first and behind the last whole vector of some rows.
+    ``lag`` is the number of tiles between adding one up and transforming it, ``ahead`` that of tiles being copied. Where rows
+    start anywhere, a member has so many ``edges``: elements before the first and behind the last whole vector of some rows.
     """
 
     V: int
@@ -116,7 +114,6 @@ class Ring(NamedTuple):
     T: int
     lag: int
     ahead: int
-    late: bool
     vectors: int
     share: int
     S: int
@@ -127,8 +124,8 @@ class Ring(NamedTuple):
 class Sweep(NamedTuple):
     """Slabs of P channels, W elements wide, in vectors of V; each of G has S members, which take tiles of K·B rows in turn.
 
-    The first H tiles and the last R are held, ``ahead`` are being copied, and a member adds up ``columns`` of the 2·P sums for
-    all; where these are 2·P, all of them for itself.
+    The first H tiles and the last R are held, or all, if R = 0; ``ahead`` are being copied. A member adds up ``columns`` of the
+    2·P sums for all; where these are 2·P, all of them for itself.
     """
 
     V: int
@@ -296,7 +293,9 @@ def ring_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> 
     """How a channel is held in shared memory by its members, out of so many maps, of which so many stay until the transform.
 
     None if the map is small, its rows short and start anywhere, or a channel too large for all programs or offsets of 32 bits.
-    Measured: a round costs what it copies, a quarter of what its tiles could hold, and 256 vectors; one tile ahead is too little.
+    Fitted to measured plans, in large tiles: a round costs what it copies, what its tiles have room for, a half, and a twentieth
+    for each; a fifth of what it copies times what the tiles ahead fall short of one and a half; and two fifths of what the tiles
+    between publishing sums and collecting those of all fall short of a quarter and log₂(S)/2.
     """
     if place.inner or place.pixels <= FEW or place.rows * place.row_stride >= (1 << 31) - 64:
         return None
@@ -308,32 +307,34 @@ def ring_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> 
     apart = V * itemsize < 8
     if apart:
         V = 16 // itemsize
-    each = min(RING_PROGRAMS, where.shared // (RING_TILES * RING_BYTES + RING_BESIDE))
+    each = min(RING_PROGRAMS, where.shared // (RING_TILES * RING_BYTES[0] + RING_BESIDE))
     if not each or (apart and place.pixels < RING_PIXELS):
         return None
-    lines = 1 << (RING_BYTES // maps // (V * itemsize)).bit_length() - 1
-    tiles = (where.shared // each - RING_BESIDE) // (lines * V * itemsize)
     vectors, programs = place.rows * (place.pixels // V), each * where.processors
+    limit = min(255, where.registers // (each * 32 * RING_WARPS) // 8 * 8)
+    groups = sorted({_even(place.channels, most) for most in range(1, min(programs, place.channels) + 1)})
     best: tuple[float, Ring | None] = (float("inf"), None)
-    for G in range(1, min(programs, place.channels) + 1):
-        share = triton.cdiv(vectors, programs // G)
-        T, S = triton.cdiv(share, lines), triton.cdiv(vectors, share)
-        for slack in (RING_SLACK, RING_SLACK - 1):
-            lag = T + min(T, slack)
-            # Each map that stays takes lag + ahead + 1 tiles, each other one ahead + 1; late, there is one more ahead.
-            ahead = min((tiles - held * lag) // maps - 1, lag)
-            if ahead > 1 or (ahead == 1 and where.processors < S):
-                break
+    # A small tile of three maps has too little of each for all threads to copy some.
+    for size in RING_BYTES[: 1 if maps > 2 else None]:
+        lines = 1 << (size // maps // (V * itemsize)).bit_length() - 1
+        tiles = (where.shared // each - RING_BESIDE) // (lines * V * itemsize)
+        part = lines * V * itemsize * maps / RING_BYTES[0]
         # Three maps of one channel alone were measured slower than reading them twice.
-        if ahead < 1 or G == 1 < maps - 1:
-            continue
-        cost = (triton.cdiv(place.channels, G) + 0.5) * (share + T * lines / 4 + 256) * (1.06 if ahead == 1 else 1.0)
-        if cost < best[0]:
-            # Of several maps, where not all programs wait for each other, one more comes in time even if it is late.
-            late = ahead == 1 < held and where.processors >= S
-            limit = min(255, where.registers // (each * 32 * RING_WARPS) // 8 * 8)
-            edges = triton.next_power_of_2(triton.cdiv(place.rows, S)) * 2 * V if apart else 0
-            best = cost, Ring(V, edges, lines, T, lag, ahead + late, late, vectors, share, S, G, limit)
+        for G in groups[1 if maps > 2 else 0 :]:
+            share = triton.cdiv(vectors, programs // G)
+            T, S, rounds = triton.cdiv(share, lines), triton.cdiv(vectors, share), triton.cdiv(place.channels, G)
+            for lag in range(T + 1, 2 * T + 1):
+                # Each map that stays takes lag + ahead tiles, each other one ahead.
+                ahead = min((tiles - held * lag) // maps, lag)
+                if ahead < 1:
+                    break
+                copied, room = share / lines * part, T * part
+                lacks = max(0.0, 1.5 - ahead * part)
+                waits = max(0.0, 0.25 + math.log2(S) / 2 - (lag - T) * part)
+                cost = rounds * (copied + room + 0.5 + T / 20 + copied * lacks / 5 + 0.4 * waits)
+                if cost < best[0]:
+                    edges = triton.next_power_of_2(triton.cdiv(place.rows, S)) * 2 * V if apart else 0
+                    best = cost, Ring(V, edges, lines, T, lag, ahead, vectors, share, S, G, limit)
     return best[1]
 
 
@@ -375,6 +376,9 @@ def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) ->
         return None
     across = triton.cdiv(place.rows, K * B)
     S = triton.cdiv(across, triton.cdiv(across, programs // slabs))
+    # All of them, where that is how many a member has.
+    if triton.cdiv(across, S) <= H + R:
+        H, R = H + R, 0
     limit = min(255, where.registers // (SWEEP_PROGRAMS * threads) // 8 * 8)
     columns = 2 * P if 2 * P * S <= SWEEP_WORDS else triton.next_power_of_2(triton.cdiv(2 * P, S))
     return Sweep(V, P, W, K, B, H, R, ahead, S, slabs, columns, limit)

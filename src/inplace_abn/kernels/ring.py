@@ -7,15 +7,15 @@ shared memory is explicit; helpers that know no layout are those of :mod:`.devic
 A slab is one channel: its rows are seen as one line of ``vectors`` vectors of V elements, of which each of the S members of a
 team has ``share``, in T tiles of LINES. For each of its tiles in turn a member
 
-1. waits for the copy, adds the tile up, and starts the copy of the one AHEAD tiles on;
-2. transforms and stores the tile it had LAG tiles ago. If that is the first of its channel, it collects the channel's sums
-   first, which all members have published LAG − T tiles ago, so that nobody waits for long.
+1. waits for the copy, loads the tile and the one it had LAG tiles ago, and starts the copy of the one AHEAD tiles on, into the
+   slot that is free by that;
+2. adds the tile up;
+3. transforms and stores the earlier one. If that is the first of its channel, it collects the channel's sums first, which all
+   members have published LAG − T tiles ago, so that nobody waits for long.
 
-With the last tile of a channel it publishes its sums. A slot of the ring is free once its tile is stored: LAG + AHEAD + 1 slots
-serve, T < LAG ≤ 2·T. LATE, in backward: a copy starts only when a tile is stored, into its slot, and one slot less serves. The
-words of round n are overwritten in round n + 4, by a member that has collected round n + 2, which others have published after
-they collected round n. Where rows start anywhere, what lies in no whole vector is loaded apart, twice, by one member for each
-row.
+With the last tile of a channel it publishes its sums. LAG + AHEAD slots serve, T < LAG ≤ 2·T. The words of round n are
+overwritten in round n + 4, by a member that has collected round n + 2, which others have published after they collected round n.
+Where rows start anywhere, what lies in no whole vector is loaded apart, twice, by one member for each row.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def forward_kernel(
     TILE: gl.constexpr = gl.BlockedLayout([1, V], [32, 1], [WARPS, 1], [1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     SLOT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    R: gl.constexpr = LAG + AHEAD + 1
+    R: gl.constexpr = LAG + AHEAD
     number: gl.constexpr = x_ptr.dtype.element_ty
     group, member, rounds, base, step, lines = begin(
         pixels, row_stride, channel_stride, per_row, vectors, share, slabs, S, G, TILE, V, LINES, T, EDGES
@@ -190,7 +190,7 @@ def forward_kernel(
     epoch = epoch_of(sync_ptr)
     ring = gl.allocate_shared_memory(number, [R, LINES, V], SLOT)
     # r is wanted for the transform alone.
-    ring_r = gl.allocate_shared_memory(number, [AHEAD + 1 if RESIDUAL else 1, LINES, V], SLOT)
+    ring_r = gl.allocate_shared_memory(number, [AHEAD if RESIDUAL else 1, LINES, V], SLOT)
     for p in gl.static_range(AHEAD):
         at, offsets, there = spot(base + p // T * step, lines, p % T, TILE, V, EDGES)
         fetch(ring, p, x_ptr + at + offsets, there & (p // T < rounds))
@@ -237,12 +237,10 @@ def forward_kernel(
                     e_c = gl.load(x_ptr + edge_c, mask=on_edge_c & known, other=0.0)
                     e_r = gl.load(r_ptr + edge_c, mask=on_edge_c & known, other=0.0) if RESIDUAL else e_c
             async_copy.wait_group(AHEAD - 1)
-            if n < rounds:
-                # Where there is nothing, zeros were copied: they deviate by nothing from 0.
-                _, _, there = spot(base + n * step, lines, t, TILE, V, EDGES)
-                d = ring.index((q + t) % R).load(TILE).to(gl.float32) - gl.where(there, k, 0.0)
-                ones += gl.sum(d, 1)
-                squares += gl.sum(d * d, 1)
+            # Both tiles of the step, so that the slot of the latter is free.
+            new = ring.index((q + t) % R).load(TILE)
+            x = ring.index((q + t + AHEAD) % R).load(TILE)
+            r = ring_r.index((q + t) % AHEAD).load(TILE) if RESIDUAL else x
             later = n + (t + AHEAD) // T
             at, offsets, there = spot(base + later * step, lines, (t + AHEAD) % T, TILE, V, EDGES)
             fetch(ring, (q + t + AHEAD) % R, x_ptr + at + offsets, there & (later < rounds))
@@ -250,8 +248,14 @@ def forward_kernel(
                 later = n + (t + AHEAD - LAG) // T
                 at, offsets, there = spot(base + later * step, lines, (t + AHEAD - LAG) % T, TILE, V, EDGES)
                 there = there & (later >= 0) & (later < rounds)
-                fetch(ring_r, (q + t + AHEAD) % (AHEAD + 1), r_ptr + at + offsets, there)
+                fetch(ring_r, (q + t) % AHEAD, r_ptr + at + offsets, there)
             async_copy.commit_group()
+            if n < rounds:
+                # Where there is nothing, zeros were copied: they deviate by nothing from 0.
+                _, _, there = spot(base + n * step, lines, t, TILE, V, EDGES)
+                d = new.to(gl.float32) - gl.where(there, k, 0.0)
+                ones += gl.sum(d, 1)
+                squares += gl.sum(d * d, 1)
             if (t - LAG) % T == 0:
                 then = gl.where(lane == (before & (BS - 1)), about, 0.0)
                 soon = gl.where(lane == ((n + 1) & (BS - 1)), about, 0.0)
@@ -272,10 +276,9 @@ def forward_kernel(
                         e_y += e_r.to(gl.float32)
                     gl.store(x_ptr + edge_c, PHI(e_y, a).to(number), mask=on_edge_c & known)
             if known:
-                x = ring.index((q + t - LAG) % R).load(TILE).to(gl.float32)
-                y = (x - mean) * scale + beta
+                y = (x.to(gl.float32) - mean) * scale + beta
                 if RESIDUAL:
-                    y += ring_r.index((q + t) % (AHEAD + 1)).load(TILE).to(gl.float32)
+                    y += r.to(gl.float32)
                 at, offsets, there = spot(base + before * step, lines, (t - LAG) % T, TILE, V, EDGES)
                 gl.store(x_ptr + at + offsets, PHI(y, a).to(number), mask=there)
         if n < rounds:
@@ -299,13 +302,13 @@ def backward_kernel(
     HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, NEED_R: gl.constexpr,
     FROM_X: gl.constexpr, HAT: gl.constexpr, INVERSE: gl.constexpr, BACKWARD: gl.constexpr, VARIANT_I: gl.constexpr,
     V: gl.constexpr, LINES: gl.constexpr, T: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr,
-    LATE: gl.constexpr, EDGES: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
+    EDGES: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.device.backward_kernel`. Bytes: z, dz and r read once, dx and dr written once."""
     TILE: gl.constexpr = gl.BlockedLayout([1, V], [32, 1], [WARPS, 1], [1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     SLOT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    R: gl.constexpr = LAG + AHEAD if LATE else LAG + AHEAD + 1
+    R: gl.constexpr = LAG + AHEAD
     number: gl.constexpr = z_ptr.dtype.element_ty
     group, member, rounds, base, step, lines = begin(
         pixels, row_stride, channel_stride, per_row, vectors, share, slabs, S, G, TILE, V, LINES, T, EDGES
@@ -369,22 +372,24 @@ def backward_kernel(
                     c_dz = gl.load(dz_ptr + edge_c, mask=on_edge_c & known, other=0.0)
                     c_r = gl.load(r_ptr + edge_c, mask=on_edge_c & known, other=0.0) if RESIDUAL else c_z
             async_copy.wait_group(AHEAD - 1)
+            # Both tiles of the step, so that the slot of the latter is free.
+            slot, free = (q + t) % R, (q + t + AHEAD) % R
+            z_new, dz_new = ring_z.index(slot).load(TILE), ring_dz.index(slot).load(TILE)
+            r_new = ring_r.index(slot).load(TILE) if RESIDUAL else z_new
+            z, dz = ring_z.index(free).load(TILE), ring_dz.index(free).load(TILE)
+            r = ring_r.index(free).load(TILE) if RESIDUAL else z
+            fetch_all(
+                ring_z, ring_dz, ring_r, n, t + AHEAD, z_ptr, dz_ptr, r_ptr, base, step, rounds, lines,
+                T, R, TILE, V, EDGES, RESIDUAL,
+            )  # fmt: skip
             if here:
                 # Where there is nothing, zeros were copied: dz = 0, and with it dy.
-                z = ring_z.index((q + t) % R).load(TILE)
-                dz = ring_dz.index((q + t) % R).load(TILE)
-                r = ring_r.index((q + t) % R).load(TILE) if RESIDUAL else z
                 dy, centred = recovered(
-                    z, dz, r, mean_d, invstd_d, gamma_d, beta_d, a,
+                    z_new, dz_new, r_new, mean_d, invstd_d, gamma_d, beta_d, a,
                     RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I,
                 )  # fmt: skip
                 ones += gl.sum(dy, 1)
                 others += gl.sum(dy * centred, 1)
-            if not LATE:
-                fetch_all(
-                    ring_z, ring_dz, ring_r, n, t + AHEAD, z_ptr, dz_ptr, r_ptr, base, step, rounds, lines,
-                    T, R, TILE, V, EDGES, RESIDUAL,
-                )  # fmt: skip
             if (t - LAG) % T == 0:
                 one, other, _, _ = collect(
                     one, other, nothing, nothing, words_ptr, group, S, before, known, epoch, S * G, LANES, BS
@@ -410,10 +415,6 @@ def backward_kernel(
                     if NEED_R:
                         gl.store(dr_ptr + edge_c, c_dy.to(number), mask=on_edge_c & known)
             if known:
-                slot = (q + t - LAG) % R
-                z = ring_z.index(slot).load(TILE)
-                dz = ring_dz.index(slot).load(TILE)
-                r = ring_r.index(slot).load(TILE) if RESIDUAL else z
                 dy, centred = recovered(
                     z, dz, r, mean, invstd, gamma, beta, a,
                     RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I,
@@ -422,11 +423,6 @@ def backward_kernel(
                 gl.store(dx_ptr + at + offsets, (dy * scale + (centred * slope + constant)).to(number), mask=there)
                 if NEED_R:
                     gl.store(dr_ptr + at + offsets, dy.to(number), mask=there)
-            if LATE:
-                fetch_all(
-                    ring_z, ring_dz, ring_r, n, t + AHEAD, z_ptr, dz_ptr, r_ptr, base, step, rounds, lines,
-                    T, R, TILE, V, EDGES, RESIDUAL,
-                )  # fmt: skip
         if here:
             one, other = gl.reduce((ones, others), 0, plus)
             if EDGES:

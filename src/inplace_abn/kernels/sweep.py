@@ -4,7 +4,7 @@ A slab is P neighbouring channels: P·pixels elements of every row, rounded up t
 members of a slab take tiles of K·B rows in turn, so that all programs together sweep over memory. A member
 
 1. copies its tiles into shared memory, AHEAD of adding them up: the first H stay there, the others take turns in the R slots of a
-   ring, where the last R stay;
+   ring, where the last R stay. Where there are no others, R = 0;
 2. publishes its sums, and adds up those of all members; where these are many, some columns of them, publishes such totals, and
    collects all totals;
 3. sweeps back: transforms the tiles, the last one first, and copies into each slot of the ring that becomes free the tile that
@@ -79,7 +79,10 @@ def inside(t, limits):
 @gluon.jit
 def slot_of(t, H: gl.constexpr, R: gl.constexpr):
     """Where a member's tile t is held."""
-    return gl.where(t < H, t, H + (t - H) % R)
+    if R == 0:
+        return t
+    else:
+        return gl.where(t < H, t, H + (t - H) % R)
 
 
 @gluon.jit
@@ -271,16 +274,22 @@ def forward_kernel(
     whole = limits[0]
     for i in range(tiles):
         t = tiles - 1 - i
-        async_copy.wait_group(AHEAD - 1 if RESIDUAL else R - 1)
+        if RESIDUAL:
+            async_copy.wait_group(AHEAD - 1)
+        elif R > 0:
+            async_copy.wait_group(R - 1)
         y = (ring.index(slot_of(t, H, R)).load(TILE).to(gl.float32) - mean) * scale + beta
         if RESIDUAL:
             y += ring_r.index(i % AHEAD).load(TILE).to(gl.float32)
         gl.store(x_ptr + (first + t * step) + offsets, PHI(y, a).to(number), mask=inside(t, limits))
-        if t >= H + R:
-            fetch(ring, slot_of(t, H, R), x_ptr + (first + (t - R) * step) + offsets, whole)
+        if R > 0:
+            at = x_ptr + (first + (t - R) * step) + offsets
+            if t >= H + R:
+                fetch(ring, slot_of(t, H, R), at, whole)
         if RESIDUAL:
             fetch(ring_r, i % AHEAD, r_ptr + (first + (t - AHEAD) * step) + offsets, whole & (t >= AHEAD))
-        async_copy.commit_group()
+        if RESIDUAL or R > 0:
+            async_copy.commit_group()
     async_copy.wait_group(0)
     finish(sync_ptr, tracked_ptr, epoch, 1, COUNTED, CUMULATIVE, SHARED, ONE_ROUND=True)
 
@@ -363,7 +372,8 @@ def backward_kernel(
     whole = limits[0]
     for i in range(tiles):
         t = tiles - 1 - i
-        async_copy.wait_group(R - 1)
+        if R > 0:
+            async_copy.wait_group(R - 1)
         z = ring_z.index(slot_of(t, H, R)).load(TILE)
         dz = ring_dz.index(slot_of(t, H, R)).load(TILE)
         r = ring_r.index(slot_of(t, H, R)).load(TILE) if RESIDUAL else z
@@ -375,9 +385,10 @@ def backward_kernel(
         gl.store(dx_ptr + at, (dy * scale + (centred * slope + constant)).to(number), mask=there)
         if NEED_R:
             gl.store(dr_ptr + at, dy.to(number), mask=there)
-        if t >= H + R:
-            at = (first + (t - R) * step) + offsets
-            fetch_all(ring_z, ring_dz, ring_r, slot_of(t, H, R), z_ptr, dz_ptr, r_ptr, at, whole, RESIDUAL)
-        async_copy.commit_group()
+        if R > 0:
+            if t >= H + R:
+                at = (first + (t - R) * step) + offsets
+                fetch_all(ring_z, ring_dz, ring_r, slot_of(t, H, R), z_ptr, dz_ptr, r_ptr, at, whole, RESIDUAL)
+            async_copy.commit_group()
     async_copy.wait_group(0)
     finish(sync_ptr, sync_ptr, epoch, 1, False, False, SHARED, ONE_ROUND=True)

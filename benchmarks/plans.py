@@ -53,7 +53,7 @@ def crew_plans() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def ring_plans() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "own", {}
-    for warps, programs, size in itertools.product((2, 4, 8), (2, 3, 4), (2048, 4096, 8192, 16384)):
+    for warps, programs, size in itertools.product((2, 4, 8), (2, 3, 4), (4096, 8192, 16384)):
         shared = kernels.plans.card(torch.device("cuda", 0)).shared
         tiles = (shared // programs - kernels.plans.RING_BESIDE) // size
         names = {

@@ -15,6 +15,11 @@ from types import FunctionType, SimpleNamespace
 import numpy as np
 from torch import Tensor
 
+# Cards, as plans know them.
+H200 = (132, 65536, 2048, 228 << 10, 60 << 20, True)
+A100 = (108, 65536, 2048, 164 << 10, 40 << 20, True)
+A10 = (72, 65536, 1536, 100 << 10, 6 << 20, True)
+
 LOCK = threading.RLock()
 HERE = threading.local()
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from bounds import reordered, ulp
-from emulated import Kernel
+from emulated import A10, A100, H200, Kernel
 from inplace_abn import ACTIVATIONS, InPlaceABN, inplace_abn, reference, saved_bytes
 from inplace_abn.activations import resolve
 from layouts import LAYOUTS
@@ -306,11 +306,6 @@ def test_the_layout_is_read_off_the_strides(kernels):
     assert kernels.plans.layout(torch.empty(4, 6)) == (True, 4, 6, 1, 6, 1)
 
 
-H200 = (132, 65536, 2048, 228 << 10, 60 << 20, True)
-A100 = (108, 65536, 2048, 164 << 10, 40 << 20, True)
-A10 = (72, 65536, 1536, 100 << 10, 6 << 20, True)
-
-
 @runs_here
 @pytest.mark.parametrize("figures", [H200, A100, A10], ids=["H200", "A100", "A10"])
 def test_teams_fit_the_card_and_cover_the_tensor(kernels, monkeypatch, figures):
@@ -467,6 +462,11 @@ def test_studied_plans_are_plans(monkeypatch):
                         cut = kernels.plans.cut(inner, 2, True, kernels.plans.LINE_BYTES)
                         assert cut.constants["BC"] * 2 == min(kernels.plans.LINE_BYTES, 2 * c)
                         assert kernels.plans.stages(8192, where) >= 1
+                    else:
+                        outer = kernels.plans.Layout(False, n, c, h * w, c * h * w, h * w)
+                        ring = kernels.plans.ring_of(outer, 2, 2, 2, where)
+                        sizes = kernels.plans.RING_BYTES
+                        assert ring is not None and 2 * 2 * ring.lines * ring.V in sizes, (plan, n, c, h, w)
 
 
 def test_launches_are_described_to_those_who_listen(monkeypatch):
@@ -867,7 +867,7 @@ for name, phi in ACTIVATIONS.items():
             if place is LAYOUTS[0] or architecture != 90:
                 # Elsewhere with edges, which have all that others have.
                 in_ring = {"V": 8, "LINES": 128, "T": 3, "LAG": 5, "AHEAD": 2, "WARPS": kernels.plans.RING_WARPS}
-                in_ring |= {"EDGES": 0 if architecture == 90 else 256}
+                in_ring["EDGES"] = 0 if architecture == 90 else 256
                 options = {"maxnreg": 168, "launch_cooperative_grid": True, "num_warps": kernels.plans.RING_WARPS}
                 for kernel in (ring.forward_kernel, ring.backward_kernel):
                     text = build(kernel, architecture, {**constants, **in_ring}, **options).asm["ptx"]

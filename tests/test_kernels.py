@@ -397,7 +397,7 @@ def test_sweeps_fit_the_card_and_cover_the_rows(figures):
     places = [kernels.plans.Layout(True, n * pixels, c, 1, c, 1) for n, c, pixels in sizes]
     places += [kernels.plans.Layout(False, n, c, 49, c * 49, 49) for n, c in ((128, 2048), (2, 24), (1000, 512))]
     places += [kernels.plans.Layout(False, n, c, 98, c * 98, 98) for n, c in ((128, 512), (2, 24), (1000, 64))]
-    sweeps = 0
+    sweeps = kept = 0
     for place in places:
         for itemsize, maps, held in [(2, 1, 1), (2, 2, 1), (2, 2, 2), (2, 3, 3), (4, 1, 1), (4, 2, 2), (4, 3, 3)]:
             s = kernels.plans.sweep_of(place, itemsize, maps, held, where)
@@ -415,7 +415,11 @@ def test_sweeps_fit_the_card_and_cover_the_rows(figures):
             # A slot is free before it is copied into; or all tiles have one.
             most = -(-place.rows // (s.K * s.B * s.S))
             assert 2 <= s.ahead and (s.ahead <= s.R and s.H >= 0 if s.R else max(most, s.ahead) <= s.H)
-            assert s.R == 0 or most > s.H + s.R
+            assert s.Q == 0 if s.R == 0 else most > s.H + s.R
+            # What registers hold: tiles that every member has, whole, and that are through before others take turns in the ring.
+            least = place.rows // (s.K * s.B) // s.S
+            assert s.Q == 0 or (s.Q + s.ahead <= least + 1 and s.H >= s.ahead and s.registers >= 240)
+            kept += s.Q > 0
             # Words of all members, and totals; those that a member reads, as many as threads or more.
             _, _, words, constants, _ = kernels.launches._swept(s, place)
             once = s.columns == 2 * s.P
@@ -426,7 +430,8 @@ def test_sweeps_fit_the_card_and_cover_the_rows(figures):
             beside = max(4 * s.B * s.W, 8 * s.P * kernels.plans.SWEEP_WARPS)
             each = kernels.plans.resident(s.registers, shared + beside, kernels.plans.SWEEP_WARPS, where)
             assert each * where.processors >= s.S * s.G
-    assert sweeps >= 50
+    # A small card has no room for a ring and so much beside it.
+    assert sweeps >= 50 and (kept >= 10 or figures is A10)
     # Nothing for it: channels that are no whole vectors, many pixels, channels of whole vectors that have not few pixels, rows
     # half empty, more of a row than threads copy, more slabs than programs, offsets of more than 32 bits.
     odd = kernels.plans.Layout(True, 128 * 196, 1001, 1, 1001, 1)
@@ -563,6 +568,7 @@ SWEPT = {
     "many slabs": ((4, 2048, 7, 9), "channels_last", 132),
     "wide": ((64, 128, 100, 100), "channels_last", 132),
     "more than is held": ((64, 24, 40, 40), "channels_last", 2),
+    "more than is held, none in registers": ((64, 24, 40, 40), "channels_last", 2),
     "some channels of a slab": ((3, 1000, 9, 11), "channels_last", 40),
     "little to do": ((2, 8, 6, 6), "channels_last", 132),
     "rank 5": ((3, 16, 5, 6, 7), "channels_last", 3),
@@ -588,6 +594,7 @@ if DEVICE == "cpu":
     SWEPT = {
         "many members": ((6, 32, 13, 14), "channels_last", 9),
         "more than is held": ((9, 24, 23, 16), "channels_last", 1),
+        "more than is held, none in registers": ((9, 24, 23, 16), "channels_last", 1),
         "some channels of a slab": ((3, 72, 9, 7), "channels_last", 3),
         "little to do": ((2, 8, 6, 6), "channels_last", 3),
         "rank 2": ((100, 40), "contiguous", 2),
@@ -614,11 +621,16 @@ def test_maps_held_in_shared_memory(kernels, monkeypatch, room, case, dtype, res
         pytest.skip("of the 16-bit numbers one is enough, and numpy has no bfloat16")
     shape, layout, processors, *tiles = HELD[case] if room == "ring" else SWEPT[case]
     few_processors(kernels, monkeypatch, processors, room == "sweep", *tiles)
+    if "none in registers" in case:
+        monkeypatch.setattr(kernels.plans, "SWEEP_KEPT", 0)
     # Means that lie apart: moments taken about another channel's sample would cost digits.
     step(kernels, shape, layout, dtype, "leaky_relu", 0.01, 0.1, residual=residual, spread=20.0)
     fused = {launch.kernel for launch in kernels.launches.LAUNCHES.values() if launch and launch.words}
     used = getattr(kernels.launches, room)
     assert fused == {used.forward_kernel, used.backward_kernel}
+    if "more than is held" in case:
+        kept = {launch.constants["Q"] > 0 for launch in kernels.launches.LAUNCHES.values() if launch and launch.words}
+        assert kept == {"none in registers" not in case}
 
 
 @runs_here
@@ -876,8 +888,9 @@ for name, phi in ACTIVATIONS.items():
             if place in LAYOUTS[2:] or not plain:
                 in_sweep = {"V": 8, "K": 2, "AHEAD": 3, "BS": 64, "WARPS": kernels.plans.SWEEP_WARPS}
                 # Sums exchanged at once, and in two steps; all tiles held, and not.
-                packed = {"H": 9, "R": 0, "P": 8, "W": 512, "B": 2, "PIXELS": 49, "WHOLE": False, "COLUMNS": 16, "SHARED": False}
-                inner = {"H": 5, "R": 4, "P": 64, "W": 64, "B": 16, "PIXELS": 1, "WHOLE": True, "COLUMNS": 2}
+                packed = {"P": 8, "W": 512, "B": 2, "PIXELS": 49, "WHOLE": False, "COLUMNS": 16, "SHARED": False}
+                packed |= {"Q": 0, "H": 9, "R": 0}
+                inner = {"Q": 2, "H": 5, "R": 4, "P": 64, "W": 64, "B": 16, "PIXELS": 1, "WHOLE": True, "COLUMNS": 2}
                 in_sweep |= packed if place is LAYOUTS[3] else inner
                 options = {"maxnreg": 255, "launch_cooperative_grid": True, "num_warps": kernels.plans.SWEEP_WARPS}
                 for kernel in (sweep.forward_kernel, sweep.backward_kernel):

@@ -44,13 +44,16 @@ RING_LEAST = 32 << 20
 # Pixels of a channel below which edges of rows that start anywhere count too much.
 RING_PIXELS = 512
 # Where maps are swept over, and as many tiles held as fit: warps and programs as above, bytes of a tile of all maps, tiles ahead,
-# words of a slab that every member reads itself, pixels that are few if they are no whole vectors, and what a row of a slab
-# spans, by the bytes of a map: wide strips come from memory faster, narrow ones have less to exchange.
+# words of a slab that every member reads itself, tiles that are held in registers, and how many of those a thread must have for
+# it, pixels that are few if they are no whole vectors, and what a row of a slab spans, by the bytes of a map: wide strips come
+# from memory faster, narrow ones have less to exchange.
 SWEEP_WARPS = 4
 SWEEP_PROGRAMS = 2
 SWEEP_BYTES = 8192
 SWEEP_AHEAD = 3
 SWEEP_WORDS = 4096
+SWEEP_KEPT = 6
+SWEEP_REGISTERS = 240
 SWEEP_FEW = 256
 SWEEP_WIDTHS = ((16 << 20, 64), (64 << 20, 128), (1 << 62, 256))
 
@@ -124,8 +127,8 @@ class Ring(NamedTuple):
 class Sweep(NamedTuple):
     """Slabs of P channels, W elements wide, in vectors of V; each of G has S members, which take tiles of K·B rows in turn.
 
-    The first H tiles and the last R are held, or all, if R = 0; ``ahead`` are being copied. A member adds up ``columns`` of the
-    2·P sums for all; where these are 2·P, all of them for itself.
+    The first Q tiles are held in registers, the next H and the last R in shared memory; if R = 0, H are all. ``ahead`` are being
+    copied. A member adds up ``columns`` of the 2·P sums for all; where these are 2·P, all of them for itself.
     """
 
     V: int
@@ -133,6 +136,7 @@ class Sweep(NamedTuple):
     W: int
     K: int
     B: int
+    Q: int
     H: int
     R: int
     ahead: int
@@ -376,12 +380,17 @@ def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) ->
         return None
     across = triton.cdiv(place.rows, K * B)
     S = triton.cdiv(across, triton.cdiv(across, programs // slabs))
-    # All of them, where that is how many a member has.
-    if triton.cdiv(across, S) <= H + R:
-        H, R = H + R, 0
     limit = min(255, where.registers // (SWEEP_PROGRAMS * threads) // 8 * 8)
+    Q = 0
+    most = triton.cdiv(across, S)
+    if most <= H + R:
+        H, R = H + R, 0
+    elif ahead <= H and limit >= SWEEP_REGISTERS:
+        # What registers hold passes through the ring, which must be free again when tiles take turns in it.
+        fit = SWEEP_KEPT * SWEEP_BYTES // (K * threads * 16 * held)
+        Q = min(triton.next_power_of_2(most - H - R), SWEEP_KEPT, fit, across // S - ahead)
     columns = 2 * P if 2 * P * S <= SWEEP_WORDS else triton.next_power_of_2(triton.cdiv(2 * P, S))
-    return Sweep(V, P, W, K, B, H, R, ahead, S, slabs, columns, limit)
+    return Sweep(V, P, W, K, B, Q, H, R, ahead, S, slabs, columns, limit)
 
 
 def stages(read: int, where: Card) -> int:

@@ -3,8 +3,8 @@
 A slab is P neighbouring channels: P·pixels elements of every row, rounded up to W. All slabs are worked on at once, and the S
 members of a slab take tiles of K·B rows in turn, so that all programs together sweep over memory. A member
 
-1. copies its tiles into shared memory, AHEAD of adding them up: the first H stay there, the others take turns in the R slots of a
-   ring, where the last R stay. Where there are no others, R = 0;
+1. copies its tiles into shared memory, AHEAD of adding them up. The first Q go on into registers, the next H stay there, the
+   others take turns in the R slots of a ring, where the last R stay. Where H are all, Q = R = 0;
 2. publishes its sums, and adds up those of all members; where these are many, some columns of them, publishes such totals, and
    collects all totals;
 3. sweeps back: transforms the tiles, the last one first, and copies into each slot of the ring that becomes free the tile that
@@ -77,12 +77,14 @@ def inside(t, limits):
 
 
 @gluon.jit
-def slot_of(t, H: gl.constexpr, R: gl.constexpr):
-    """Where a member's tile t is held."""
+def slot_of(t, Q: gl.constexpr, H: gl.constexpr, R: gl.constexpr):
+    """Where a member's tile t is held, or, if registers will hold it, where it passes through."""
     if R == 0:
         return t
-    else:
+    elif Q == 0:
         return gl.where(t < H, t, H + (t - H) % R)
+    else:
+        return gl.where(t < Q, H + t % R, gl.where(t < Q + H, t - Q, H + (t - Q - H) % R))
 
 
 @gluon.jit
@@ -94,6 +96,44 @@ def fetch_all(
     fetch(ring_dz, slot, dz_ptr + at, there)
     if RESIDUAL:
         fetch(ring_r, slot, r_ptr + at, there)
+
+
+@gluon.jit
+def deviations(x, k, ones, squares):
+    """∑(x − k) and ∑(x − k)² of a tile's columns, added to others."""
+    d = x.to(gl.float32) - k
+    return ones + gl.sum(d, 0), squares + gl.sum(d * d, 0)
+
+
+@gluon.jit
+def z_of(x, r, mean, scale, beta, a, RESIDUAL: gl.constexpr, PHI: gl.constexpr):
+    """φ(scale·(x − mean) + β [+ r]) of a tile."""
+    y = (x.to(gl.float32) - mean) * scale + beta
+    if RESIDUAL:
+        y += r.to(gl.float32)
+    return PHI(y, a)
+
+
+@gluon.jit
+def dy_sums(
+    z, dz, r, ones, others, mean, invstd, gamma, beta, a,
+    RESIDUAL: gl.constexpr, FROM_X: gl.constexpr, HAT: gl.constexpr,
+    INVERSE: gl.constexpr, BACKWARD: gl.constexpr, VARIANT_I: gl.constexpr,
+):  # fmt: skip
+    """∑dy and ∑dy·x̂ of a tile's columns, added to others."""
+    dy, centred = recovered(z, dz, r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I)
+    return ones + gl.sum(dy, 0), others + gl.sum(dy * centred, 0)
+
+
+@gluon.jit
+def dx_of(
+    z, dz, r, mean, invstd, gamma, beta, scale, slope, constant, a,
+    RESIDUAL: gl.constexpr, FROM_X: gl.constexpr, HAT: gl.constexpr,
+    INVERSE: gl.constexpr, BACKWARD: gl.constexpr, VARIANT_I: gl.constexpr,
+):  # fmt: skip
+    """dx and dy of a tile."""
+    dy, centred = recovered(z, dz, r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I)
+    return dy * scale + (centred * slope + constant), dy
 
 
 @gluon.jit
@@ -209,8 +249,8 @@ def forward_kernel(
     HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PHI: gl.constexpr,
     V: gl.constexpr, P: gl.constexpr, W: gl.constexpr, K: gl.constexpr, B: gl.constexpr,
     PIXELS: gl.constexpr, WHOLE: gl.constexpr,
-    H: gl.constexpr, R: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, COLUMNS: gl.constexpr, BS: gl.constexpr,
-    WARPS: gl.constexpr,
+    Q: gl.constexpr, H: gl.constexpr, R: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr,
+    COLUMNS: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.device.forward_kernel`. Bytes: x read once, and again what is not held; r read and z written once."""
     J: gl.constexpr = W // V if W // V < 32 else 32
@@ -229,7 +269,7 @@ def forward_kernel(
     # r is wanted for the transform alone.
     ring_r = gl.allocate_shared_memory(number, [AHEAD if RESIDUAL else 1, K, B, W], SLOT)
     for p in gl.static_range(AHEAD):
-        fetch(ring, slot_of(p, H, R), x_ptr + (first + p * step) + offsets, inside(p, limits))
+        fetch(ring, slot_of(p, Q, H, R), x_ptr + (first + p * step) + offsets, inside(p, limits))
         async_copy.commit_group()
     epoch = epoch_of(sync_ptr)
     gamma, beta = affine(weight_ptr, bias_ptr, c, known, floor, HAS_WEIGHT, HAS_BIAS, P, LANES)
@@ -240,16 +280,26 @@ def forward_kernel(
     k = over_tile(about, TILE, W, P, PIXELS)
     ones = gl.full([B, W], 0.0, gl.float32, gl.SliceLayout(0, TILE))
     squares = ones
-    for t in range(tiles):
+    # All rows: only a member's last tile may have too few.
+    whole = limits[0]
+    kept = ()
+    for t in gl.static_range(Q):
+        async_copy.wait_group(AHEAD - 1)
+        ones, squares = deviations(ring.index(slot_of(t, Q, H, R)).load(TILE), gl.where(whole, k, 0.0), ones, squares)
+        at = x_ptr + (first + (t + AHEAD) * step) + offsets
+        fetch(ring, slot_of(t + AHEAD, Q, H, R), at, inside(t + AHEAD, limits))
+        async_copy.commit_group()
+        # Once more: else the compiler would hold what the sums made of it.
+        kept = kept + (ring.index(slot_of(t, Q, H, R)).load(TILE),)
+    for t in range(Q, tiles):
         async_copy.wait_group(AHEAD - 1)
         # Where there is nothing, zeros were copied: they deviate by nothing from 0.
-        d = ring.index(slot_of(t, H, R)).load(TILE).to(gl.float32) - gl.where(inside(t, limits), k, 0.0)
-        ones += gl.sum(d, 0)
-        squares += gl.sum(d * d, 0)
+        about_tile = gl.where(inside(t, limits), k, 0.0)
+        ones, squares = deviations(ring.index(slot_of(t, Q, H, R)).load(TILE), about_tile, ones, squares)
         later = t + AHEAD
         # Behind the last, nothing instead of zeros, which would stand where a tile is held.
         if later < tiles:
-            fetch(ring, slot_of(later, H, R), x_ptr + (first + later * step) + offsets, inside(later, limits))
+            fetch(ring, slot_of(later, Q, H, R), x_ptr + (first + later * step) + offsets, inside(later, limits))
         async_copy.commit_group()
     # All tiles have come; from here on, groups are those of the way back.
     async_copy.wait_group(0)
@@ -270,25 +320,34 @@ def forward_kernel(
     mean = over_tile(mean, TILE, W, P, PIXELS)
     scale = over_tile(gamma * invstd, TILE, W, P, PIXELS)
     beta = over_tile(beta, TILE, W, P, PIXELS)
-    # All rows: what is copied now stands before a member's last tile.
-    whole = limits[0]
-    for i in range(tiles):
+    for i in range(tiles - Q):
         t = tiles - 1 - i
         if RESIDUAL:
             async_copy.wait_group(AHEAD - 1)
         elif R > 0:
             async_copy.wait_group(R - 1)
-        y = (ring.index(slot_of(t, H, R)).load(TILE).to(gl.float32) - mean) * scale + beta
-        if RESIDUAL:
-            y += ring_r.index(i % AHEAD).load(TILE).to(gl.float32)
-        gl.store(x_ptr + (first + t * step) + offsets, PHI(y, a).to(number), mask=inside(t, limits))
+        x = ring.index(slot_of(t, Q, H, R)).load(TILE)
+        r = ring_r.index(i % AHEAD).load(TILE) if RESIDUAL else x
+        z = z_of(x, r, mean, scale, beta, a, RESIDUAL, PHI)
+        gl.store(x_ptr + (first + t * step) + offsets, z.to(number), mask=inside(t, limits))
         if R > 0:
             at = x_ptr + (first + (t - R) * step) + offsets
-            if t >= H + R:
-                fetch(ring, slot_of(t, H, R), at, whole)
+            if t >= Q + H + R:
+                fetch(ring, slot_of(t, Q, H, R), at, whole)
         if RESIDUAL:
             fetch(ring_r, i % AHEAD, r_ptr + (first + (t - AHEAD) * step) + offsets, whole & (t >= AHEAD))
         if RESIDUAL or R > 0:
+            async_copy.commit_group()
+    for q in gl.static_range(Q):
+        i = tiles - Q + q
+        if RESIDUAL:
+            async_copy.wait_group(AHEAD - 1)
+        r = ring_r.index(i % AHEAD).load(TILE) if RESIDUAL else kept[Q - 1 - q]
+        z = z_of(kept[Q - 1 - q], r, mean, scale, beta, a, RESIDUAL, PHI)
+        gl.store(x_ptr + (first + (Q - 1 - q) * step) + offsets, z.to(number), mask=whole)
+        if RESIDUAL:
+            if Q - 1 - q >= AHEAD:
+                fetch(ring_r, i % AHEAD, r_ptr + (first + (Q - 1 - q - AHEAD) * step) + offsets, whole)
             async_copy.commit_group()
     async_copy.wait_group(0)
     finish(sync_ptr, tracked_ptr, epoch, 1, COUNTED, CUMULATIVE, SHARED, ONE_ROUND=True)
@@ -303,8 +362,8 @@ def backward_kernel(
     FROM_X: gl.constexpr, HAT: gl.constexpr, INVERSE: gl.constexpr, BACKWARD: gl.constexpr, VARIANT_I: gl.constexpr,
     V: gl.constexpr, P: gl.constexpr, W: gl.constexpr, K: gl.constexpr, B: gl.constexpr,
     PIXELS: gl.constexpr, WHOLE: gl.constexpr,
-    H: gl.constexpr, R: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, COLUMNS: gl.constexpr, BS: gl.constexpr,
-    WARPS: gl.constexpr,
+    Q: gl.constexpr, H: gl.constexpr, R: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr,
+    COLUMNS: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.device.backward_kernel`. Bytes: z, dz and r read once, and again what is not held; dx and dr written once."""
     J: gl.constexpr = W // V if W // V < 32 else 32
@@ -326,7 +385,7 @@ def backward_kernel(
     ring_r = gl.allocate_shared_memory(number, [H + R if RESIDUAL else 1, K, B, W], SLOT)
     for p in gl.static_range(AHEAD):
         at = (first + p * step) + offsets
-        fetch_all(ring_z, ring_dz, ring_r, slot_of(p, H, R), z_ptr, dz_ptr, r_ptr, at, inside(p, limits), RESIDUAL)
+        fetch_all(ring_z, ring_dz, ring_r, slot_of(p, Q, H, R), z_ptr, dz_ptr, r_ptr, at, inside(p, limits), RESIDUAL)
         async_copy.commit_group()
     epoch = epoch_of(sync_ptr)
     gamma = over_tile(gamma_c, TILE, W, P, PIXELS)
@@ -335,24 +394,42 @@ def backward_kernel(
     mean = over_tile(mean_c, TILE, W, P, PIXELS)
     ones = gl.full([B, W], 0.0, gl.float32, gl.SliceLayout(0, TILE))
     others = ones
-    for t in range(tiles):
+    # All rows: only a member's last tile may have too few.
+    whole = limits[0]
+    kept_z = ()
+    kept_dz = ()
+    kept_r = ()
+    for t in gl.static_range(Q):
+        async_copy.wait_group(AHEAD - 1)
+        slot = slot_of(t, Q, H, R)
+        z = ring_z.index(slot).load(TILE)
+        dz = ring_dz.index(slot).load(TILE)
+        r = ring_r.index(slot).load(TILE) if RESIDUAL else z
+        ones, others = dy_sums(
+            z, dz, r, ones, others, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
+        )
+        at, there = (first + (t + AHEAD) * step) + offsets, inside(t + AHEAD, limits)
+        fetch_all(ring_z, ring_dz, ring_r, slot_of(t + AHEAD, Q, H, R), z_ptr, dz_ptr, r_ptr, at, there, RESIDUAL)
+        async_copy.commit_group()
+        # Once more: else the compiler would hold what the sums made of it.
+        kept_z = kept_z + (ring_z.index(slot).load(TILE),)
+        kept_dz = kept_dz + (ring_dz.index(slot).load(TILE),)
+        if RESIDUAL:
+            kept_r = kept_r + (ring_r.index(slot).load(TILE),)
+    for t in range(Q, tiles):
         async_copy.wait_group(AHEAD - 1)
         # Where there is nothing, zeros were copied: dz = 0, and with it dy.
-        z = ring_z.index(slot_of(t, H, R)).load(TILE)
-        dz = ring_dz.index(slot_of(t, H, R)).load(TILE)
-        r = ring_r.index(slot_of(t, H, R)).load(TILE) if RESIDUAL else z
-        dy, centred = recovered(
-            z, dz, r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
+        z = ring_z.index(slot_of(t, Q, H, R)).load(TILE)
+        dz = ring_dz.index(slot_of(t, Q, H, R)).load(TILE)
+        r = ring_r.index(slot_of(t, Q, H, R)).load(TILE) if RESIDUAL else z
+        ones, others = dy_sums(
+            z, dz, r, ones, others, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
         )
-        ones += gl.sum(dy, 0)
-        others += gl.sum(dy * centred, 0)
         later = t + AHEAD
         # Behind the last, nothing instead of zeros, which would stand where a tile is held.
         if later < tiles:
-            at = (first + later * step) + offsets
-            fetch_all(
-                ring_z, ring_dz, ring_r, slot_of(later, H, R), z_ptr, dz_ptr, r_ptr, at, inside(later, limits), RESIDUAL
-            )
+            at, there = (first + later * step) + offsets, inside(later, limits)
+            fetch_all(ring_z, ring_dz, ring_r, slot_of(later, Q, H, R), z_ptr, dz_ptr, r_ptr, at, there, RESIDUAL)
         async_copy.commit_group()
     # All tiles have come; from here on, groups are those of the way back.
     async_copy.wait_group(0)
@@ -368,27 +445,36 @@ def backward_kernel(
     scale = over_tile(scale, TILE, W, P, PIXELS)
     slope = over_tile(slope, TILE, W, P, PIXELS)
     constant = over_tile(constant, TILE, W, P, PIXELS)
-    # All rows: what is copied now stands before a member's last tile.
-    whole = limits[0]
-    for i in range(tiles):
+    for i in range(tiles - Q):
         t = tiles - 1 - i
         if R > 0:
             async_copy.wait_group(R - 1)
-        z = ring_z.index(slot_of(t, H, R)).load(TILE)
-        dz = ring_dz.index(slot_of(t, H, R)).load(TILE)
-        r = ring_r.index(slot_of(t, H, R)).load(TILE) if RESIDUAL else z
-        dy, centred = recovered(
-            z, dz, r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
-        )
-        at = (first + t * step) + offsets
-        there = inside(t, limits)
-        gl.store(dx_ptr + at, (dy * scale + (centred * slope + constant)).to(number), mask=there)
+        z = ring_z.index(slot_of(t, Q, H, R)).load(TILE)
+        dz = ring_dz.index(slot_of(t, Q, H, R)).load(TILE)
+        r = ring_r.index(slot_of(t, Q, H, R)).load(TILE) if RESIDUAL else z
+        dx, dy = dx_of(
+            z, dz, r, mean, invstd, gamma, beta, scale, slope, constant, a,
+            RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I,
+        )  # fmt: skip
+        at, there = (first + t * step) + offsets, inside(t, limits)
+        gl.store(dx_ptr + at, dx.to(number), mask=there)
         if NEED_R:
             gl.store(dr_ptr + at, dy.to(number), mask=there)
         if R > 0:
-            if t >= H + R:
+            if t >= Q + H + R:
                 at = (first + (t - R) * step) + offsets
-                fetch_all(ring_z, ring_dz, ring_r, slot_of(t, H, R), z_ptr, dz_ptr, r_ptr, at, whole, RESIDUAL)
+                fetch_all(ring_z, ring_dz, ring_r, slot_of(t, Q, H, R), z_ptr, dz_ptr, r_ptr, at, whole, RESIDUAL)
             async_copy.commit_group()
+    for q in gl.static_range(Q):
+        z = kept_z[Q - 1 - q]
+        dx, dy = dx_of(
+            z, kept_dz[Q - 1 - q], kept_r[Q - 1 - q] if RESIDUAL else z,
+            mean, invstd, gamma, beta, scale, slope, constant, a,
+            RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I,
+        )  # fmt: skip
+        at = (first + (Q - 1 - q) * step) + offsets
+        gl.store(dx_ptr + at, dx.to(number), mask=whole)
+        if NEED_R:
+            gl.store(dr_ptr + at, dy.to(number), mask=whole)
     async_copy.wait_group(0)
     finish(sync_ptr, sync_ptr, epoch, 1, False, False, SHARED, ONE_ROUND=True)

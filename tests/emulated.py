@@ -190,7 +190,7 @@ class Kernel:
         self.started = 0
 
     def warmup(self, *_, **__):
-        return SimpleNamespace(n_regs=0, metadata=SimpleNamespace(shared=0))
+        return SimpleNamespace(n_regs=0, n_spills=0, metadata=SimpleNamespace(shared=0))
 
     def __getitem__(self, grid):
         def start(*arguments, num_warps, maxnreg, launch_cooperative_grid, **constants):

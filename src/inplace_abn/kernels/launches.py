@@ -248,10 +248,18 @@ def _held_launch(
     constants = {**flags, **constants, "SHARED": shared, "WARPS": warps}
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     options = {"num_warps": warps, "maxnreg": c.registers, "launch_cooperative_grid": shared}
-    try:
+
+    def load() -> tuple[Any, Any]:
         built = _build(kernel, maps, tensors, _fresh_words(x.device, 1), (*numbers, *floats), constants, options)
-        # This loads it: how many registers it has is not known before.
-        run = _runner(built, grid, numbers, tuple(constants.values()))
+        # How many registers it has is not known before.
+        return built, _runner(built, grid, numbers, tuple(constants.values()))
+
+    try:
+        built, run = load()
+        # Some activations need registers themselves: a tile that spills had better be read again.
+        while module is sweep and constants["Q"] > 0 and built.n_spills > plans.SWEEP_SPILLS:
+            constants["Q"] = max(0, constants["Q"] - 2)
+            built, run = load()
     except Exception as error:
         # Gluon is an experiment of Triton's, and may change.
         activations.warn_once(

@@ -44,18 +44,19 @@ RING_LEAST = 32 << 20
 # Pixels of a channel below which edges of rows that start anywhere count too much.
 RING_PIXELS = 512
 # Where maps are swept over, and as many tiles held as fit: warps and programs as above, bytes of a tile of all maps, tiles ahead,
-# words of a slab that every member reads itself, tiles that are held in registers, and how many of those a thread must have for
-# it, pixels that are few if they are no whole vectors, and what a row of a slab spans, by the bytes of a map: wide strips come
-# from memory faster, narrow ones have less to exchange.
+# words of a slab that every member reads itself, pixels that are few if they are no whole vectors, and what a row of a slab
+# spans, by the bytes of a map: wide strips come from memory faster, narrow ones have less to exchange.
 SWEEP_WARPS = 4
 SWEEP_PROGRAMS = 2
 SWEEP_BYTES = 8192
 SWEEP_AHEAD = 3
 SWEEP_WORDS = 4096
-SWEEP_KEPT = 6
-SWEEP_REGISTERS = 240
 SWEEP_FEW = 256
 SWEEP_WIDTHS = ((16 << 20, 64), (64 << 20, 128), (1 << 62, 256))
+# Tiles of that size or smaller that registers hold, registers that a thread must have for it, and those it may spill.
+SWEEP_KEPT = 6
+SWEEP_REGISTERS = 240
+SWEEP_SPILLS = 8
 
 
 def registers(inner: bool) -> int:
@@ -372,7 +373,7 @@ def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) ->
     # What it takes to turn a sum of a tile's rows round, or to add up two of every channel over warps.
     beside = SYSTEM_BYTES + max(4 * B * W, 8 * P * SWEEP_WARPS)
     tiles = (where.shared // SWEEP_PROGRAMS - beside) // (K * threads * 16)
-    # Each map that stays takes H + R tiles, each other one ``ahead``; R ≥ ahead.
+    # Each map that stays takes H + R tiles, each other one ``ahead``; R > ahead.
     ahead = min(SWEEP_AHEAD + residual - larger, (tiles - held) // maps)
     R = ahead + 1
     H = (tiles - (maps - held) * ahead) // held - R
@@ -386,9 +387,10 @@ def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) ->
     if most <= H + R:
         H, R = H + R, 0
     elif ahead <= H and limit >= SWEEP_REGISTERS:
-        # What registers hold passes through the ring, which must be free again when tiles take turns in it.
+        # What registers hold passes through the ring, which must be free again when tiles take turns in it. Of tiles twice as
+        # large half as many; and of what few more would do for, a power of two, so that not every map has a kernel of its own.
         fit = SWEEP_KEPT * SWEEP_BYTES // (K * threads * 16 * held)
-        Q = min(triton.next_power_of_2(most - H - R), SWEEP_KEPT, fit, across // S - ahead)
+        Q = min(triton.next_power_of_2(most - H - R), SWEEP_KEPT, fit)
     columns = 2 * P if 2 * P * S <= SWEEP_WORDS else triton.next_power_of_2(triton.cdiv(2 * P, S))
     return Sweep(V, P, W, K, B, Q, H, R, ahead, S, slabs, columns, limit)
 

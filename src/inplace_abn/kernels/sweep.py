@@ -11,7 +11,8 @@ members of a slab take tiles of K·B rows in turn, so that all programs together
    stands R before. The L2 cache has read these last, and has the more of them as it need not have the first.
 
 On the way there a tile is complete when AHEAD − 1 copies are still under way, on the way back when R − 1 are; where r is copied,
-too, AHEAD tiles ahead of its use and in one group with x, when AHEAD − 1 are, which is enough for both: R ≥ AHEAD.
+too, AHEAD tiles ahead of its use and in one group with x, when AHEAD − 1 are, which is enough for both: R ≥ AHEAD. Tiles
+that go on into registers are loaded twice, the second time when the next copy is under way: R > AHEAD, so that it goes elsewhere.
 
 The language is Gluon, as in :mod:`.ring`. There is one round to a launch, so that words need no second set.
 """
@@ -280,7 +281,7 @@ def forward_kernel(
     k = over_tile(about, TILE, W, P, PIXELS)
     ones = gl.full([B, W], 0.0, gl.float32, gl.SliceLayout(0, TILE))
     squares = ones
-    # All rows: only a member's last tile may have too few.
+    # All rows: only a member's last tile may have too few, and that one is neither kept nor copied again.
     whole = limits[0]
     kept = ()
     for t in gl.static_range(Q):
@@ -289,8 +290,8 @@ def forward_kernel(
         at = x_ptr + (first + (t + AHEAD) * step) + offsets
         fetch(ring, slot_of(t + AHEAD, Q, H, R), at, inside(t + AHEAD, limits))
         async_copy.commit_group()
-        # Once more: else the compiler would hold what the sums made of it.
-        kept = kept + (ring.index(slot_of(t, Q, H, R)).load(TILE),)
+        # Once more: else the compiler would hold what the sums made of it. The last one first, as the way back takes them.
+        kept = (ring.index(slot_of(t, Q, H, R)).load(TILE),) + kept
     for t in range(Q, tiles):
         async_copy.wait_group(AHEAD - 1)
         # Where there is nothing, zeros were copied: they deviate by nothing from 0.
@@ -339,15 +340,16 @@ def forward_kernel(
         if RESIDUAL or R > 0:
             async_copy.commit_group()
     for q in gl.static_range(Q):
+        t = Q - 1 - q
         i = tiles - Q + q
         if RESIDUAL:
             async_copy.wait_group(AHEAD - 1)
-        r = ring_r.index(i % AHEAD).load(TILE) if RESIDUAL else kept[Q - 1 - q]
-        z = z_of(kept[Q - 1 - q], r, mean, scale, beta, a, RESIDUAL, PHI)
-        gl.store(x_ptr + (first + (Q - 1 - q) * step) + offsets, z.to(number), mask=whole)
+        r = ring_r.index(i % AHEAD).load(TILE) if RESIDUAL else kept[q]
+        z = z_of(kept[q], r, mean, scale, beta, a, RESIDUAL, PHI)
+        gl.store(x_ptr + (first + t * step) + offsets, z.to(number), mask=whole)
         if RESIDUAL:
-            if Q - 1 - q >= AHEAD:
-                fetch(ring_r, i % AHEAD, r_ptr + (first + (Q - 1 - q - AHEAD) * step) + offsets, whole)
+            if q + AHEAD < Q:
+                fetch(ring_r, i % AHEAD, r_ptr + (first + (t - AHEAD) * step) + offsets, whole)
             async_copy.commit_group()
     async_copy.wait_group(0)
     finish(sync_ptr, tracked_ptr, epoch, 1, COUNTED, CUMULATIVE, SHARED, ONE_ROUND=True)
@@ -394,7 +396,7 @@ def backward_kernel(
     mean = over_tile(mean_c, TILE, W, P, PIXELS)
     ones = gl.full([B, W], 0.0, gl.float32, gl.SliceLayout(0, TILE))
     others = ones
-    # All rows: only a member's last tile may have too few.
+    # All rows: only a member's last tile may have too few, and that one is neither kept nor copied again.
     whole = limits[0]
     kept_z = ()
     kept_dz = ()
@@ -411,11 +413,11 @@ def backward_kernel(
         at, there = (first + (t + AHEAD) * step) + offsets, inside(t + AHEAD, limits)
         fetch_all(ring_z, ring_dz, ring_r, slot_of(t + AHEAD, Q, H, R), z_ptr, dz_ptr, r_ptr, at, there, RESIDUAL)
         async_copy.commit_group()
-        # Once more: else the compiler would hold what the sums made of it.
-        kept_z = kept_z + (ring_z.index(slot).load(TILE),)
-        kept_dz = kept_dz + (ring_dz.index(slot).load(TILE),)
+        # As forward.
+        kept_z = (ring_z.index(slot).load(TILE),) + kept_z
+        kept_dz = (ring_dz.index(slot).load(TILE),) + kept_dz
         if RESIDUAL:
-            kept_r = kept_r + (ring_r.index(slot).load(TILE),)
+            kept_r = (ring_r.index(slot).load(TILE),) + kept_r
     for t in range(Q, tiles):
         async_copy.wait_group(AHEAD - 1)
         # Where there is nothing, zeros were copied: dz = 0, and with it dy.
@@ -466,13 +468,13 @@ def backward_kernel(
                 fetch_all(ring_z, ring_dz, ring_r, slot_of(t, Q, H, R), z_ptr, dz_ptr, r_ptr, at, whole, RESIDUAL)
             async_copy.commit_group()
     for q in gl.static_range(Q):
-        z = kept_z[Q - 1 - q]
+        t = Q - 1 - q
         dx, dy = dx_of(
-            z, kept_dz[Q - 1 - q], kept_r[Q - 1 - q] if RESIDUAL else z,
+            kept_z[q], kept_dz[q], kept_r[q] if RESIDUAL else kept_z[q],
             mean, invstd, gamma, beta, scale, slope, constant, a,
             RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I,
         )  # fmt: skip
-        at = (first + (Q - 1 - q) * step) + offsets
+        at = (first + t * step) + offsets
         gl.store(dx_ptr + at, dx.to(number), mask=whole)
         if NEED_R:
             gl.store(dr_ptr + at, dy.to(number), mask=whole)

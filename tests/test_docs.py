@@ -92,6 +92,15 @@ def is_beyond_cache(case: tuple[str, ...]) -> bool:
     return 32 * images * math.prod(pixels) * (1 if case[3] == "forward" else 2) > 36 << 20
 
 
+def by_plan(file: str) -> dict[str, dict[tuple[str, ...], dict[str, float]]]:
+    """Microseconds of every plan of every case of every study in a file."""
+    studies: dict[str, dict[tuple[str, ...], dict[str, float]]] = {}
+    for r in read(f"{file}-H200-torch2.11.0-triton3.6.0.csv"):
+        case = tuple(r[k] for k in ("shape", "dtype", "layout", "direction"))
+        studies.setdefault(r["study"], {}).setdefault(case, {})[r["plan"]] = float(r["median_us"])
+    return studies
+
+
 def own_ring(case: tuple[str, ...], residual: bool = False) -> Any:
     """How the package holds a case in shared memory on an H200."""
     plans = pytest.importorskip("inplace_abn.kernels").plans
@@ -482,13 +491,6 @@ def test_what_is_said_of_tiles_clocks_and_counters_was_measured():
 def test_what_is_said_of_latency_rounds_and_slots_was_measured():
     notes = (ROOT / "benchmarks" / "NOTES.md").read_text()
 
-    def by_plan(file: str) -> dict[str, dict[tuple[str, ...], dict[str, float]]]:
-        studies: dict[str, dict[tuple[str, ...], dict[str, float]]] = {}
-        for r in read(f"{file}-H200-torch2.11.0-triton3.6.0.csv"):
-            case = tuple(r[k] for k in ("shape", "dtype", "layout", "direction"))
-            studies.setdefault(r["study"], {}).setdefault(case, {})[r["plan"]] = float(r["median_us"])
-        return studies
-
     def small(case: tuple[str, ...]) -> bool:
         return mib_of(case) <= 16
 
@@ -588,10 +590,7 @@ def test_what_is_said_of_latency_rounds_and_slots_was_measured():
 
 def test_what_is_said_of_both_tiles_first_was_measured():
     notes = (ROOT / "benchmarks" / "NOTES.md").read_text()
-    order: dict[str, dict[tuple[str, ...], dict[str, float]]] = {}
-    for r in read("order-H200-torch2.11.0-triton3.6.0.csv"):
-        case = tuple(r[k] for k in ("shape", "dtype", "layout", "direction"))
-        order.setdefault(r["study"], {}).setdefault(case, {})[r["plan"]] = float(r["median_us"])
+    order = by_plan("order")
 
     def ratios(
         study: str, one: str, other: str, keep: Callable[[tuple[str, ...]], bool] = lambda case: True
@@ -664,10 +663,7 @@ def test_what_is_said_of_both_tiles_first_was_measured():
 
 def test_what_is_said_of_tiles_in_registers_was_measured():
     notes = (ROOT / "benchmarks" / "NOTES.md").read_text()
-    studies: dict[str, dict[tuple[str, ...], dict[str, float]]] = {}
-    for r in read("registers-H200-torch2.11.0-triton3.6.0.csv"):
-        case = tuple(r[k] for k in ("shape", "dtype", "layout", "direction"))
-        studies.setdefault(r["study"], {}).setdefault(case, {})[r["plan"]] = float(r["median_us"])
+    studies = by_plan("registers")
 
     def ratios(study: str, one: str, other: str, least: float = 0, most: float = math.inf) -> list[float]:
         """Time of one plan over that of another, where both were measured, on maps of some size in MiB."""

@@ -171,7 +171,7 @@ def as_python(function, known=None):
     code = getattr(function, "fn", function)
     if code not in known:
         names: dict[str, object] = {}
-        known[code] = FunctionType(code.__code__, names, code.__name__)
+        known[code] = FunctionType(code.__code__, names, code.__name__, code.__defaults__)
         for name, value in code.__globals__.items():
             if name in code.__code__.co_names:
                 value = getattr(value, "value", value)

@@ -371,9 +371,11 @@ def test_rings_fit_the_card_and_cover_the_channel(monkeypatch, figures):
             # Every row's edges have a member.
             assert r.edges * r.S >= n * 2 * r.V if r.edges else pixels % r.V == 0
             # Every vector has one member, no member is idle, and no tile of all members is empty.
-            assert r.S * r.share >= r.vectors > (r.S - 1) * r.share and r.T * r.lines >= r.share > (r.T - 1) * r.lines
+            assert r.S * r.T * r.each >= r.vectors > max(r.S - 1, (r.T - 1) * r.S) * r.each and r.each <= r.lines
             # As the kernels need it for their words and slots.
             assert r.T < r.lag <= 2 * r.T and 1 <= r.ahead <= r.lag and 1 <= r.G <= c
+            # Sums are asked for in the round in which they are collected.
+            assert r.early <= r.lag % r.T
             slots = held * (r.lag + r.ahead) + (maps - held) * r.ahead
             shared = r.lines * r.V * itemsize * slots
             each = kernels.plans.resident(r.registers, shared + 512, kernels.plans.RING_WARPS, where)
@@ -543,6 +545,7 @@ def few_processors(kernels, monkeypatch, processors, swept=False, tiles=7):
         monkeypatch.setattr(kernels.launches, name, emulated)
     monkeypatch.setattr(kernels.plans, "RING_BYTES", (256, 128))
     monkeypatch.setattr(kernels.plans, "RING_PIXELS", 65)
+    monkeypatch.setattr(kernels.plans, "RING_EARLY", 1)
     # Several channels in a row are no less than that on a GPU.
     monkeypatch.setattr(kernels.plans, "TILE", 4096 if swept else 256)
     monkeypatch.setattr(kernels.plans, "SWEEP_BYTES", 4096)
@@ -588,6 +591,7 @@ SWEPT = {
 if DEVICE == "cpu":
     HELD = {
         "many members": ((5, 3, 16, 16), "contiguous", 9),
+        "asked early": ((4, 5, 16, 16), "contiguous", 5),
         "many rounds": ((1, 200, 8, 9), "contiguous", 1),
         "short vectors": ((3, 5, 10, 10), "contiguous", 2),
         "little to do": ((1, 2, 8, 9), "contiguous", 3),
@@ -633,6 +637,10 @@ def test_maps_held_in_shared_memory(kernels, monkeypatch, room, case, dtype, res
     fused = {launch.kernel for launch in kernels.launches.LAUNCHES.values() if launch and launch.words}
     used = getattr(kernels.launches, room)
     assert fused == {used.forward_kernel, used.backward_kernel}
+    if "asked early" in case and not residual:
+        assert {
+            launch.constants["EARLY"] for launch in kernels.launches.LAUNCHES.values() if launch and launch.words
+        } & {1}
     # A card may have no room for it.
     if "more than is held" in case and DEVICE == "cpu":
         kept = {launch.constants["Q"] > 0 for launch in kernels.launches.LAUNCHES.values() if launch and launch.words}
@@ -861,7 +869,7 @@ from inplace_abn import ACTIVATIONS, kernels
 from inplace_abn.kernels import device, ring, sweep
 
 NUMBERS = "rows channels pixels row_stride channel_stride across chunks per slabs S G".split()
-NUMBERS += "per_row vectors share".split()
+NUMBERS += "per_row vectors each".split()
 HELD = {k for room in (ring, sweep) for k in (room.forward_kernel, room.backward_kernel)}
 KINDS = dict.fromkeys(["x_ptr", "z_ptr", "r_ptr", "dz_ptr", "dx_ptr", "dr_ptr"], "*bf16")
 KINDS |= {"count_ptr": "*i32", "sync_ptr": "*i64", "tracked_ptr": "*i64", "words_ptr": "*i64"}
@@ -903,7 +911,7 @@ for name, phi in ACTIVATIONS.items():
             if place is LAYOUTS[0] or architecture != 90:
                 # Elsewhere with edges, which have all that others have.
                 in_ring = {"V": 8, "LINES": 128, "T": 3, "LAG": 5, "AHEAD": 2, "WARPS": kernels.plans.RING_WARPS}
-                in_ring["EDGES"] = 0 if architecture == 90 else 256
+                in_ring |= {"EDGES": 0, "EARLY": 1} if architecture == 90 else {"EDGES": 256, "EARLY": 0}
                 options = {"maxnreg": 168, "launch_cooperative_grid": True, "num_warps": kernels.plans.RING_WARPS}
                 for kernel in (ring.forward_kernel, ring.backward_kernel):
                     text = build(kernel, architecture, {**constants, **in_ring}, **options).asm["ptx"]

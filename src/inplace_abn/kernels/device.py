@@ -256,6 +256,15 @@ def moments_from(k, first, second, m):
 
 
 @triton.jit
+def z_of(x, r, mean, scale, beta, a, RESIDUAL: tl.constexpr, PHI: tl.constexpr):
+    """φ(scale·(x − mean) + β [+ r]) of a tile."""
+    y = (x.to(tl.float32) - mean) * scale + beta
+    if RESIDUAL:
+        y += r.to(tl.float32)
+    return PHI(y, a)
+
+
+@triton.jit
 def transform(
     x_ptr, r_ptr, z_ptr, mean, scale, beta, a, slab, member, chunks, per,
     rows, channels, pixels, row_stride, channel_stride, across,
@@ -273,19 +282,18 @@ def transform(
         t = tiles - 1 - i
         inside = is_inside(t, position, limit, slab, channels, pixels, INNER, BR, BC, W, V, WHOLE)
         at = offsets + t * step
-        x = tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        y = (x - mean) * scale + beta
-        if RESIDUAL:
-            y += tl.load(r_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        tl.store(z_ptr + at, PHI(y, a).to(z_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+        x = tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
+        r = tl.load(r_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first") if RESIDUAL else x
+        z = z_of(x, r, mean, scale, beta, a, RESIDUAL, PHI)
+        tl.store(z_ptr + at, z.to(z_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
     if EDGES:
         # The first of a block looks after its edges.
         if member % chunks == 0:
             edge, there = edges_at(slab, member // chunks, rows, pixels, row_stride, channel_stride, BR, V)
-            e = (tl.load(x_ptr + edge, mask=there, other=0.0).to(tl.float32) - mean) * scale + beta
-            if RESIDUAL:
-                e += tl.load(r_ptr + edge, mask=there, other=0.0).to(tl.float32)
-            tl.store(z_ptr + edge, PHI(e, a).to(z_ptr.dtype.element_ty), mask=there)
+            e = tl.load(x_ptr + edge, mask=there, other=0.0)
+            e_r = tl.load(r_ptr + edge, mask=there, other=0.0) if RESIDUAL else e
+            e_z = z_of(e, e_r, mean, scale, beta, a, RESIDUAL, PHI)
+            tl.store(z_ptr + edge, e_z.to(z_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -313,6 +321,17 @@ def recovered(
         if VARIANT_I:
             centred = centred / gamma
         return BACKWARD(dz.to(tl.float32), z, a), centred
+
+
+@triton.jit
+def dx_of(
+    z, dz, r, mean, invstd, gamma, beta, scale, slope, constant, a,
+    RESIDUAL: tl.constexpr, FROM_X: tl.constexpr, HAT: tl.constexpr,
+    INVERSE: tl.constexpr, BACKWARD: tl.constexpr, VARIANT_I: tl.constexpr, FIXED: tl.constexpr = False,
+):  # fmt: skip
+    """dx = scale·dy + slope·(x̂ or y − β) + constant of a tile, where statistics are FIXED its first term; and dy."""
+    dy, centred = recovered(z, dz, r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I)
+    return dy * scale if FIXED else dy * scale + (centred * slope + constant), dy
 
 
 @triton.jit
@@ -371,7 +390,7 @@ def gradient(
     INNER: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, V: tl.constexpr,
     EDGES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx = scale·dy + slope·(x̂ or y − β) + constant over a member's share, last tile first; and dr = dy if needed."""
+    """dx over a member's share, last tile first; and dr = dy if needed."""
     offsets, position, limit, tiles, step = walk(
         slab, member, chunks, per, rows, pixels, row_stride, channel_stride, across, INNER, BR, BC, W, V, EDGES
     )
@@ -389,10 +408,10 @@ def gradient(
         z = tl.load(z_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
         dz = tl.load(dz_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
         r = tl.load(r_ptr + at, mask=inside, other=0.0) if RESIDUAL else z
-        dy, centred = recovered(
-            z, dz, r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
-        )
-        dx = dy * scale if FIXED else dy * scale + (centred * slope + constant)
+        dx, dy = dx_of(
+            z, dz, r, mean, invstd, gamma, beta, scale, slope, constant, a,
+            RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, FIXED,
+        )  # fmt: skip
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
         if NEED_R:
             tl.store(dr_ptr + at, dy.to(dr_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
@@ -403,10 +422,10 @@ def gradient(
             e_z = tl.load(z_ptr + edge, mask=there, other=0.0)
             e_dz = tl.load(dz_ptr + edge, mask=there, other=0.0)
             e_r = tl.load(r_ptr + edge, mask=there, other=0.0) if RESIDUAL else e_z
-            e_dy, e_centred = recovered(
-                e_z, e_dz, e_r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I
-            )
-            e_dx = e_dy * scale if FIXED else e_dy * scale + (e_centred * slope + constant)
+            e_dx, e_dy = dx_of(
+                e_z, e_dz, e_r, mean, invstd, gamma, beta, scale, slope, constant, a,
+                RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I, FIXED,
+            )  # fmt: skip
             tl.store(dx_ptr + edge, e_dx.to(dx_ptr.dtype.element_ty), mask=there)
             if NEED_R:
                 tl.store(dr_ptr + edge, e_dy.to(dr_ptr.dtype.element_ty), mask=there)
@@ -414,7 +433,7 @@ def gradient(
 
 @triton.jit
 def coefficients(sum_dy, sum_dy_xhat, gamma, invstd, m, VARIANT_I: tl.constexpr):
-    """Scale, slope and constant of :func:`gradient`."""
+    """Scale, slope and constant of :func:`dx_of`."""
     scale = gamma * invstd
     slope = -scale * sum_dy_xhat / m
     if not VARIANT_I:

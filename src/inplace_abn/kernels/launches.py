@@ -279,12 +279,12 @@ Held = tuple[Any, int, int, dict[str, Any], tuple[int | float, ...]]
 def _in_a_ring(c: plans.Ring, place: plans.Layout) -> Held:
     warps = plans.RING_WARPS
     constants = {
-        "V": c.V, "EDGES": c.edges, "LINES": c.lines, "T": c.T, "LAG": c.lag, "AHEAD": c.ahead,
+        "V": c.V, "EDGES": c.edges, "LINES": c.lines, "T": c.T, "LAG": c.lag, "AHEAD": c.ahead, "EARLY": c.early,
         "BS": max(triton.next_power_of_2(c.S), 32 * warps),
     }  # fmt: skip
     strides = place.row_stride, place.channel_stride
     numbers = (
-        place.rows, place.pixels, *strides, place.pixels // c.V, c.vectors, c.share, place.channels, c.S, c.G,
+        place.rows, place.pixels, *strides, place.pixels // c.V, c.vectors, c.each, place.channels, c.S, c.G,
     )  # fmt: skip
     return ring, warps, 8 * c.S * c.G, constants, numbers
 

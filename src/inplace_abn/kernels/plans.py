@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -39,6 +40,10 @@ RING_TILES = 9
 # what reductions need.
 SYSTEM_BYTES = 1024
 RING_BESIDE = SYSTEM_BYTES + 512
+# Tiles of a round at most, since its steps are unrolled, and large tiles between publishing sums and collecting those of all from
+# which on they are asked for a tile earlier.
+RING_MOST = 12
+RING_EARLY = 4
 # Bytes of a map below which the L2 cache serves as well; a quarter of it where vectors are short.
 RING_LEAST = 32 << 20
 # Pixels of a channel below which edges of rows that start anywhere count too much.
@@ -106,10 +111,11 @@ class Team(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """A channel in vectors of V, of which S members have ``share`` each, in T tiles of ``lines``; G channels at a time.
+    """A channel in vectors of V, of which S members have T tiles of ``each``, with room for ``lines``; G channels at a time.
 
-    ``lag`` is the number of tiles between adding one up and transforming it, ``ahead`` that of tiles being copied. Where rows
-    start anywhere, a member has so many ``edges``: elements before the first and behind the last whole vector of some rows.
+    ``lag`` is the number of tiles between adding one up and transforming it, ``ahead`` that of tiles being copied, ``early`` that
+    between asking for sums and collecting them. Where rows start anywhere, a member has so many ``edges``: elements before the
+    first and behind the last whole vector of some rows.
     """
 
     V: int
@@ -118,8 +124,9 @@ class Ring(NamedTuple):
     T: int
     lag: int
     ahead: int
+    early: int
     vectors: int
-    share: int
+    each: int
     S: int
     G: int
     registers: int
@@ -298,9 +305,11 @@ def ring_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> 
     """How a channel is held in shared memory by its members, out of so many maps, of which so many stay until the transform.
 
     None if the map is small, its rows short and start anywhere, or a channel too large for all programs or offsets of 32 bits.
-    Fitted to measured plans, in large tiles: a round costs what it copies, what its tiles have room for, a half, and a twentieth
-    for each; a fifth of what it copies times what the tiles ahead fall short of one and a half; and two fifths of what the tiles
-    between publishing sums and collecting those of all fall short of a quarter and log₂(S)/2.
+    Fitted to measured plans, in large tiles: a round of three programs on a processor costs what it copies, half of what its
+    tiles have room for, a fifth (a tenth where sums are collected as the next ones are published), and a fortieth for each tile;
+    a fifth of what it copies times what the tiles ahead fall short of one and a half; and a quarter of what the slack, the tiles
+    between publishing sums and collecting those of all, falls short of 2 + log₂(S)/6. Two programs want half as much more of
+    each. They were measured slower with a residual, and forward in 16 bits.
     """
     if place.inner or place.pixels <= FEW or place.rows * place.row_stride >= (1 << 31) - 64:
         return None
@@ -312,34 +321,47 @@ def ring_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) -> 
     apart = V * itemsize < 8
     if apart:
         V = 16 // itemsize
-    each = min(RING_PROGRAMS, where.shared // (RING_TILES * RING_BYTES[0] + RING_BESIDE))
-    if not each or (apart and place.pixels < RING_PIXELS):
+    fit = min(RING_PROGRAMS, where.shared // (RING_TILES * RING_BYTES[0] + RING_BESIDE))
+    if not fit or (apart and place.pixels < RING_PIXELS):
         return None
-    vectors, programs = place.rows * (place.pixels // V), each * where.processors
-    limit = min(255, where.registers // (each * 32 * RING_WARPS) // 8 * 8)
-    groups = sorted({_even(place.channels, most) for most in range(1, min(programs, place.channels) + 1)})
+    vectors = place.rows * (place.pixels // V)
     best: tuple[float, Ring | None] = (float("inf"), None)
-    # A small tile of three maps has too little of each for all threads to copy some.
-    for size in RING_BYTES[: 1 if maps > 2 else None]:
+    fewer = maps == held < 3 and maps * itemsize > 2
+    for resident, size in itertools.product(range(min(2, fit) if fewer else fit, fit + 1), RING_BYTES):
+        # A small tile of three maps has too little of each for all threads to copy some; fewer programs have room for large ones.
+        if size != RING_BYTES[0] and (maps > 2 or resident < fit):
+            continue
+        programs, scale = resident * where.processors, RING_PROGRAMS / resident
+        limit = min(255, where.registers // (resident * 32 * RING_WARPS) // 8 * 8)
+        groups = sorted({_even(place.channels, most) for most in range(1, min(programs, place.channels) + 1)})
         lines = 1 << (size // maps // (V * itemsize)).bit_length() - 1
-        tiles = (where.shared // each - RING_BESIDE) // (lines * V * itemsize)
-        part = lines * V * itemsize * maps / RING_BYTES[0]
+        tiles = (where.shared // resident - RING_BESIDE) // (lines * V * itemsize)
+        part, line = lines * V * itemsize * maps / RING_BYTES[0], min(lines, LINE_BYTES // (V * itemsize))
         # Three maps of one channel alone were measured slower than reading them twice.
         for G in groups[1 if maps > 2 else 0 :]:
-            share = triton.cdiv(vectors, programs // G)
-            T, S, rounds = triton.cdiv(share, lines), triton.cdiv(vectors, share), triton.cdiv(place.channels, G)
+            most = programs // G * triton.cdiv(vectors, programs // G * lines)
+            # Tiles alike for all, of whole lines of the cache.
+            each = triton.cdiv(triton.cdiv(vectors, most), line) * line
+            cuts, rounds = triton.cdiv(vectors, each), triton.cdiv(place.channels, G)
+            T = triton.cdiv(cuts, programs // G)
+            if T > RING_MOST:
+                continue
+            S = triton.cdiv(cuts, T)
             for lag in range(T + 1, 2 * T + 1):
                 # Each map that stays takes lag + ahead tiles, each other one ahead.
                 ahead = min((tiles - held * lag) // maps, lag)
                 if ahead < 1:
                     break
-                copied, room = share / lines * part, T * part
-                lacks = max(0.0, 1.5 - ahead * part)
-                waits = max(0.0, 0.25 + math.log2(S) / 2 - (lag - T) * part)
-                cost = rounds * (copied + room + 0.5 + T / 20 + copied * lacks / 5 + 0.4 * waits)
+                copied, room = T * each / lines * part, T * part
+                slack = (lag - T) * part
+                lacks = max(0.0, 1.5 * scale - ahead * part)
+                waits = max(0.0, (2 + math.log2(S) / 6) * scale - slack)
+                fixed = (0.1 if lag == 2 * T else 0.2) * scale + T / 40
+                cost = rounds * resident * (copied + room / 2 + fixed + copied * lacks / 5 + waits / 4)
                 if cost < best[0]:
                     edges = triton.next_power_of_2(triton.cdiv(place.rows, S)) * 2 * V if apart else 0
-                    best = cost, Ring(V, edges, lines, T, lag, ahead, vectors, share, S, G, limit)
+                    early = int(slack >= RING_EARLY and lag < 2 * T)
+                    best = cost, Ring(V, edges, lines, T, lag, ahead, early, vectors, each, S, G, limit)
     return best[1]
 
 

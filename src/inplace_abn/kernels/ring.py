@@ -4,14 +4,15 @@ What is read is copied into shared memory, ahead of its use, and stays there unt
 transformed, so that the memory has reads and writes in hand while programs exchange their sums. The language is Gluon, in which
 shared memory is explicit; helpers that know no layout are those of :mod:`.device`.
 
-A slab is one channel: its rows are seen as one line of ``vectors`` vectors of V elements, of which each of the S members of a
-team has ``share``, in T tiles of LINES. For each of its tiles in turn a member
+A slab is one channel: its rows are seen as one line of ``vectors`` vectors of V elements, cut into tiles of ``each`` vectors, for
+which there is room for LINES. The S members of a team take them in turn, T each, so that all of them together walk through
+memory. For each of its tiles in turn a member
 
 1. waits for the copy, loads the tile and the one it had LAG tiles ago, and starts the copy of the one AHEAD tiles on, into the
    slot that is free by that;
 2. adds the tile up;
 3. transforms and stores the earlier one. If that is the first of its channel, it collects the channel's sums first, which all
-   members have published LAG − T tiles ago, so that nobody waits for long.
+   members have published LAG − T tiles ago, so that nobody waits for long. It has asked for them EARLY tiles before.
 
 With the last tile of a channel it publishes its sums. LAG + AHEAD slots serve, T < LAG ≤ 2·T. The words of round n are
 overwritten in round n + 4, by a member that has collected round n + 2, which others have published after they collected round n.
@@ -27,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from .device import (
     PATIENCE,
     coefficients,
+    dx_of,
     epoch_of,
     finish,
     guarded,
@@ -38,6 +40,7 @@ from .device import (
     track,
     tracked,
     value,
+    z_of,
 )
 
 # Sets of words, between which rounds alternate.
@@ -46,14 +49,14 @@ SETS = gl.constexpr(4)
 
 @gluon.jit
 def line_up(
-    t, member, share, vectors, per_row, pixels, row_stride,
+    t, member, S, each, vectors, per_row, pixels, row_stride,
     TILE: gl.constexpr, LINES: gl.constexpr, V: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     """Of the vectors of a member's tile t: offsets from a channel's first element, room behind them in their row, and a mask."""
-    own = t * LINES + gl.arange(0, LINES, gl.SliceLayout(1, TILE))
-    f = member * share + own
+    own = gl.arange(0, LINES, gl.SliceLayout(1, TILE))
+    f = (t * S + member) * each + own
     j = f % per_row
-    inside = (own < share) & (f < vectors)
+    inside = (own < each) & (f < vectors)
     if EDGES:
         return f // per_row * row_stride + j * V, pixels - (j + 1) * V, inside
     else:
@@ -62,7 +65,7 @@ def line_up(
 
 @gluon.jit
 def begin(
-    pixels, row_stride, channel_stride, per_row, vectors, share, slabs, S, G,
+    pixels, row_stride, channel_stride, per_row, vectors, each, slabs, S, G,
     TILE: gl.constexpr, V: gl.constexpr, LINES: gl.constexpr, T: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     """Which group and member a program is, its rounds, the first element of their channels, and its tiles lined up."""
@@ -72,7 +75,7 @@ def begin(
     stride = gl.cast(channel_stride, gl.int64) if EDGES else gl.cast(channel_stride // V, gl.int64) * V
     lines = ()
     for t in gl.static_range(T):
-        lines = lines + (line_up(t, member, share, vectors, per_row, pixels, row_stride, TILE, LINES, V, EDGES),)
+        lines = lines + (line_up(t, member, S, each, vectors, per_row, pixels, row_stride, TILE, LINES, V, EDGES),)
     return group, member, gl.cdiv(slabs - group, G), group * stride, G * stride, lines
 
 
@@ -172,10 +175,10 @@ def collect(one, other, u, v, words_ptr, group, S, n, known, epoch, programs, LA
 @gluon.jit
 def forward_kernel(
     x_ptr, r_ptr, weight_ptr, bias_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, tracked_ptr, words_ptr, sync_ptr,
-    rows, pixels, row_stride, channel_stride, per_row, vectors, share, slabs, S, G, m, momentum, eps, floor, a,
+    rows, pixels, row_stride, channel_stride, per_row, vectors, each, slabs, S, G, m, momentum, eps, floor, a,
     TRACK: gl.constexpr, CUMULATIVE: gl.constexpr, COUNTED: gl.constexpr,
     HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PHI: gl.constexpr,
-    V: gl.constexpr, LINES: gl.constexpr, T: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr,
+    V: gl.constexpr, LINES: gl.constexpr, T: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
     EDGES: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.device.forward_kernel`. Bytes: x read and written once, r read once."""
@@ -185,7 +188,7 @@ def forward_kernel(
     R: gl.constexpr = LAG + AHEAD
     number: gl.constexpr = x_ptr.dtype.element_ty
     group, member, rounds, base, step, lines = begin(
-        pixels, row_stride, channel_stride, per_row, vectors, share, slabs, S, G, TILE, V, LINES, T, EDGES
+        pixels, row_stride, channel_stride, per_row, vectors, each, slabs, S, G, TILE, V, LINES, T, EDGES
     )
     epoch = epoch_of(sync_ptr)
     ring = gl.allocate_shared_memory(number, [R, LINES, V], SLOT)
@@ -218,12 +221,12 @@ def forward_kernel(
             e = gl.load(x_ptr + edge, mask=on_edge & (n < rounds), other=0.0)
         q = n * T
         for t in gl.static_range(T):
-            before = n + (t - LAG) // T
-            known = (before >= 0) & (before < rounds)
-            if (t - LAG) % T == 0:
-                # Loads that take their time while the next tile is added up.
-                c = group + before * G
-                one, other = look(words_ptr, group, S, before, known, S * G, LANES, BS)
+            if (t + EARLY - LAG) % T == 0:
+                # Loads that take their time while tiles are added up.
+                asked = n + (t + EARLY - LAG) // T
+                known = (asked >= 0) & (asked < rounds)
+                c = group + asked * G
+                one, other = look(words_ptr, group, S, asked, known, S * G, LANES, BS)
                 gamma = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, 1) if HAS_WEIGHT else 1.0
                 beta_c = gl.load(bias_ptr + c, mask=known, other=0.0).to(gl.float32) if HAS_BIAS else 0.0
                 # Another member each time, so that none falls behind.
@@ -231,9 +234,7 @@ def forward_kernel(
                 if TRACK:
                     was = tracked(running_mean_ptr, running_var_ptr, tracked_ptr, c, mine, momentum, CUMULATIVE)
                 if EDGES:
-                    edge_c, on_edge_c = edges(
-                        base + before * step, member, S, rows, pixels, row_stride, LANES, EDGES, V
-                    )
+                    edge_c, on_edge_c = edges(base + asked * step, member, S, rows, pixels, row_stride, LANES, EDGES, V)
                     e_c = gl.load(x_ptr + edge_c, mask=on_edge_c & known, other=0.0)
                     e_r = gl.load(r_ptr + edge_c, mask=on_edge_c & known, other=0.0) if RESIDUAL else e_c
             async_copy.wait_group(AHEAD - 1)
@@ -256,6 +257,8 @@ def forward_kernel(
                 d = new.to(gl.float32) - gl.where(there, k, 0.0)
                 ones += gl.sum(d, 1)
                 squares += gl.sum(d * d, 1)
+            before = n + (t - LAG) // T
+            known = (before >= 0) & (before < rounds)
             if (t - LAG) % T == 0:
                 then = gl.where(lane == (before & (BS - 1)), about, 0.0)
                 soon = gl.where(lane == ((n + 1) & (BS - 1)), about, 0.0)
@@ -271,16 +274,12 @@ def forward_kernel(
                 scale = gamma * invstd
                 beta = beta_c
                 if EDGES:
-                    e_y = (e_c.to(gl.float32) - mean) * scale + beta
-                    if RESIDUAL:
-                        e_y += e_r.to(gl.float32)
-                    gl.store(x_ptr + edge_c, PHI(e_y, a).to(number), mask=on_edge_c & known)
+                    e_z = z_of(e_c, e_r, mean, scale, beta, a, RESIDUAL, PHI)
+                    gl.store(x_ptr + edge_c, e_z.to(number), mask=on_edge_c & known)
             if known:
-                y = (x.to(gl.float32) - mean) * scale + beta
-                if RESIDUAL:
-                    y += r.to(gl.float32)
                 at, offsets, there = spot(base + before * step, lines, (t - LAG) % T, TILE, V, EDGES)
-                gl.store(x_ptr + at + offsets, PHI(y, a).to(number), mask=there)
+                z = z_of(x, r, mean, scale, beta, a, RESIDUAL, PHI)
+                gl.store(x_ptr + at + offsets, z.to(number), mask=there)
         if n < rounds:
             first, second = gl.reduce((ones, squares), 0, plus)
             if EDGES:
@@ -298,10 +297,10 @@ def forward_kernel(
 def backward_kernel(
     dz_ptr, z_ptr, r_ptr, dx_ptr, dr_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr, sum_dy_ptr, sum_dy_xhat_ptr,
     words_ptr, sync_ptr,
-    rows, pixels, row_stride, channel_stride, per_row, vectors, share, slabs, S, G, m, floor, a,
+    rows, pixels, row_stride, channel_stride, per_row, vectors, each, slabs, S, G, m, floor, a,
     HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, NEED_R: gl.constexpr,
     FROM_X: gl.constexpr, HAT: gl.constexpr, INVERSE: gl.constexpr, BACKWARD: gl.constexpr, VARIANT_I: gl.constexpr,
-    V: gl.constexpr, LINES: gl.constexpr, T: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr,
+    V: gl.constexpr, LINES: gl.constexpr, T: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
     EDGES: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.device.backward_kernel`. Bytes: z, dz and r read once, dx and dr written once."""
@@ -311,7 +310,7 @@ def backward_kernel(
     R: gl.constexpr = LAG + AHEAD
     number: gl.constexpr = z_ptr.dtype.element_ty
     group, member, rounds, base, step, lines = begin(
-        pixels, row_stride, channel_stride, per_row, vectors, share, slabs, S, G, TILE, V, LINES, T, EDGES
+        pixels, row_stride, channel_stride, per_row, vectors, each, slabs, S, G, TILE, V, LINES, T, EDGES
     )
     epoch = epoch_of(sync_ptr)
     ring_z = gl.allocate_shared_memory(number, [R, LINES, V], SLOT)
@@ -354,20 +353,18 @@ def backward_kernel(
             e_r = gl.load(r_ptr + edge, mask=on_edge & here, other=0.0) if RESIDUAL else e_z
         q = n * T
         for t in gl.static_range(T):
-            before = n + (t - LAG) // T
-            known = (before >= 0) & (before < rounds)
-            if (t - LAG) % T == 0:
-                # Loads that take their time while the next tile is added up.
-                c = group + before * G
-                one, other = look(words_ptr, group, S, before, known, S * G, LANES, BS)
+            if (t + EARLY - LAG) % T == 0:
+                # Loads that take their time while tiles are added up.
+                asked = n + (t + EARLY - LAG) // T
+                known = (asked >= 0) & (asked < rounds)
+                c = group + asked * G
+                one, other = look(words_ptr, group, S, asked, known, S * G, LANES, BS)
                 gamma_c = guarded(weight_ptr, c, known, floor, HAS_WEIGHT, 1) if HAS_WEIGHT else 1.0
                 beta_c = gl.load(bias_ptr + c, mask=known, other=0.0).to(gl.float32) if HAS_BIAS else 0.0
                 invstd_c = gl.load(invstd_ptr + c, mask=known, other=0.0)
                 mean_c = gl.load(mean_ptr + c, mask=known, other=0.0) if FROM_X else 0.0
                 if EDGES:
-                    edge_c, on_edge_c = edges(
-                        base + before * step, member, S, rows, pixels, row_stride, LANES, EDGES, V
-                    )
+                    edge_c, on_edge_c = edges(base + asked * step, member, S, rows, pixels, row_stride, LANES, EDGES, V)
                     c_z = gl.load(z_ptr + edge_c, mask=on_edge_c & known, other=0.0)
                     c_dz = gl.load(dz_ptr + edge_c, mask=on_edge_c & known, other=0.0)
                     c_r = gl.load(r_ptr + edge_c, mask=on_edge_c & known, other=0.0) if RESIDUAL else c_z
@@ -390,6 +387,8 @@ def backward_kernel(
                 )  # fmt: skip
                 ones += gl.sum(dy, 1)
                 others += gl.sum(dy * centred, 1)
+            before = n + (t - LAG) // T
+            known = (before >= 0) & (before < rounds)
             if (t - LAG) % T == 0:
                 one, other, _, _ = collect(
                     one, other, nothing, nothing, words_ptr, group, S, before, known, epoch, S * G, LANES, BS
@@ -406,21 +405,20 @@ def backward_kernel(
                     gl.store(sum_dy_ptr + c, one)
                     gl.store(sum_dy_xhat_ptr + c, other)
                 if EDGES:
-                    c_dy, c_centred = recovered(
-                        c_z, c_dz, c_r, mean, invstd, gamma, beta, a,
+                    c_dx, c_dy = dx_of(
+                        c_z, c_dz, c_r, mean, invstd, gamma, beta, scale, slope, constant, a,
                         RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I,
                     )  # fmt: skip
-                    c_dx = (c_dy * scale + (c_centred * slope + constant)).to(number)
-                    gl.store(dx_ptr + edge_c, c_dx, mask=on_edge_c & known)
+                    gl.store(dx_ptr + edge_c, c_dx.to(number), mask=on_edge_c & known)
                     if NEED_R:
                         gl.store(dr_ptr + edge_c, c_dy.to(number), mask=on_edge_c & known)
             if known:
-                dy, centred = recovered(
-                    z, dz, r, mean, invstd, gamma, beta, a,
+                dx, dy = dx_of(
+                    z, dz, r, mean, invstd, gamma, beta, scale, slope, constant, a,
                     RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I,
                 )  # fmt: skip
                 at, offsets, there = spot(base + before * step, lines, (t - LAG) % T, TILE, V, EDGES)
-                gl.store(dx_ptr + at + offsets, (dy * scale + (centred * slope + constant)).to(number), mask=there)
+                gl.store(dx_ptr + at + offsets, dx.to(number), mask=there)
                 if NEED_R:
                     gl.store(dr_ptr + at + offsets, dy.to(number), mask=there)
         if here:

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from .device import (
     await_words,
     coefficients,
+    dx_of,
     epoch_of,
     finish,
     guarded,
@@ -37,6 +38,7 @@ from .device import (
     stamped,
     track,
     tracked,
+    z_of,
 )
 from .ring import fetch
 
@@ -107,15 +109,6 @@ def deviations(x, k, ones, squares):
 
 
 @gluon.jit
-def z_of(x, r, mean, scale, beta, a, RESIDUAL: gl.constexpr, PHI: gl.constexpr):
-    """φ(scale·(x − mean) + β [+ r]) of a tile."""
-    y = (x.to(gl.float32) - mean) * scale + beta
-    if RESIDUAL:
-        y += r.to(gl.float32)
-    return PHI(y, a)
-
-
-@gluon.jit
 def dy_sums(
     z, dz, r, ones, others, mean, invstd, gamma, beta, a,
     RESIDUAL: gl.constexpr, FROM_X: gl.constexpr, HAT: gl.constexpr,
@@ -124,17 +117,6 @@ def dy_sums(
     """∑dy and ∑dy·x̂ of a tile's columns, added to others."""
     dy, centred = recovered(z, dz, r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I)
     return ones + gl.sum(dy, 0), others + gl.sum(dy * centred, 0)
-
-
-@gluon.jit
-def dx_of(
-    z, dz, r, mean, invstd, gamma, beta, scale, slope, constant, a,
-    RESIDUAL: gl.constexpr, FROM_X: gl.constexpr, HAT: gl.constexpr,
-    INVERSE: gl.constexpr, BACKWARD: gl.constexpr, VARIANT_I: gl.constexpr,
-):  # fmt: skip
-    """dx and dy of a tile."""
-    dy, centred = recovered(z, dz, r, mean, invstd, gamma, beta, a, RESIDUAL, FROM_X, HAT, INVERSE, BACKWARD, VARIANT_I)
-    return dy * scale + (centred * slope + constant), dy
 
 
 @gluon.jit

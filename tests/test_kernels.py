@@ -190,9 +190,17 @@ def test_residual(kernels, shape, layout, dtype):
 
 @runs_here
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("shape", ["odd", "second trip", "few pixels"])
-@pytest.mark.parametrize("name", ["relu", "leaky_relu", "elu"])
-def test_from_x(kernels, shape, layout, name):
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        (name, shape)
+        for name in ("relu", "leaky_relu", "elu")
+        for shape in ("odd", "second trip", "few pixels")
+        # In the interpreter one activation of all shapes: others have their own formulas, but no tiles of their own.
+        if name == "relu" or shape == "odd" or DEVICE == "cuda"
+    ],
+)
+def test_from_x(kernels, name, shape, layout):
     """With x kept: forward out of place and again to the bit, backward without an inverse, γ = 0 included."""
     g = torch.Generator().manual_seed(0)
     draw = lambda *size: torch.randn(*size, generator=g).to(DEVICE)
@@ -592,7 +600,7 @@ if DEVICE == "cpu":
     HELD = {
         "many members": ((5, 3, 16, 16), "contiguous", 9),
         "asked early": ((4, 5, 16, 16), "contiguous", 5),
-        "many rounds": ((1, 200, 8, 9), "contiguous", 1),
+        "many rounds": ((1, 40, 8, 9), "contiguous", 1),
         "short vectors": ((3, 5, 10, 10), "contiguous", 2),
         "little to do": ((1, 2, 8, 9), "contiguous", 3),
         "gap": ((1, 3, 32, 8), "gap", 2),
@@ -753,7 +761,7 @@ def test_maps_held_in_shared_memory_with_another_activation(kernels, monkeypatch
 @pytest.mark.parametrize("name", ["relu", "leaky_relu", "elu"])
 def test_maps_held_in_shared_memory_from_x(kernels, monkeypatch, name, layout):
     few_processors(kernels, monkeypatch, 132 if DEVICE == "cuda" else 30, layout == "channels_last")
-    test_from_x(kernels, "second trip" if layout == "contiguous" else "eight channels", layout, name)
+    test_from_x(kernels, name, "second trip" if layout == "contiguous" else "eight channels", layout)
     assert is_held(kernels)
 
 
@@ -880,6 +888,8 @@ LAYOUTS = [
     kernels.plans.Layout(False, 32, 2048, 49, 2048 * 49, 49),
 ]
 
+TILE = kernels.plans.TILE
+
 def build(kernel, architecture, constants, **options):
     constants = {name: v for name, v in constants.items() if name in kernel.arg_names}
     other = lambda n: "*fp32" if n.endswith("_ptr") else "i32" if n in NUMBERS else "fp32"
@@ -890,10 +900,15 @@ def build(kernel, architecture, constants, **options):
     return compile(source(kernel, kinds, constants, aligned), target=GPUTarget("cuda", architecture, 32),
                    options={"num_warps": kernels.plans.WARPS, **options})
 
-for name, phi in ACTIVATIONS.items():
+for name in sys.argv[1:]:
+    phi = ACTIVATIONS[name]
     forward, inverse, backward = kernels.compiled(phi)
     plain = name == "leaky_relu"
     for architecture in (80, 90, 100) if plain else (90,):
+        # Code for full tiles takes long to assemble, so it is made once.
+        full = plain and architecture == 90
+        kernels.plans.TILE = TILE if full else 1024
+        kernels.plans.cut.cache_clear()
         # Elsewhere one of each kind: the second has all that the first has, and edges.
         for place in LAYOUTS[:1] if not plain else LAYOUTS if architecture == 90 else LAYOUTS[1:]:
             c = kernels.plans.cut(place, 2, True)
@@ -910,7 +925,8 @@ for name, phi in ACTIVATIONS.items():
             build(device.backward_kernel, architecture, constants, **fused)
             if place is LAYOUTS[0] or architecture != 90:
                 # Elsewhere with edges, which have all that others have.
-                in_ring = {"V": 8, "LINES": 128, "T": 3, "LAG": 5, "AHEAD": 2, "WARPS": kernels.plans.RING_WARPS}
+                in_ring = {"V": 8, "LINES": 128, "WARPS": kernels.plans.RING_WARPS}
+                in_ring |= {"T": 3, "LAG": 5, "AHEAD": 2} if full else {"T": 2, "LAG": 3, "AHEAD": 1}
                 in_ring |= {"EDGES": 0, "EARLY": 1} if architecture == 90 else {"EDGES": 256, "EARLY": 0}
                 options = {"maxnreg": 168, "launch_cooperative_grid": True, "num_warps": kernels.plans.RING_WARPS}
                 for kernel in (ring.forward_kernel, ring.backward_kernel):
@@ -922,7 +938,8 @@ for name, phi in ACTIVATIONS.items():
                 # Sums exchanged at once, and in two steps; all tiles held, and not.
                 packed = {"P": 8, "W": 512, "B": 2, "PIXELS": 49, "WHOLE": False, "COLUMNS": 16, "SHARED": False}
                 packed |= {"Q": 0, "H": 9, "R": 0}
-                inner = {"Q": 2, "H": 5, "R": 4, "P": 64, "W": 64, "B": 16, "PIXELS": 1, "WHOLE": True, "COLUMNS": 2}
+                inner = {"P": 64, "W": 64, "B": 16, "PIXELS": 1, "WHOLE": True, "COLUMNS": 2}
+                inner |= {"Q": 2 if full else 1, "H": 5, "R": 4}
                 in_sweep |= packed if place is LAYOUTS[3] else inner
                 options = {"maxnreg": 255, "launch_cooperative_grid": True, "num_warps": kernels.plans.SWEEP_WARPS}
                 for kernel in (sweep.forward_kernel, sweep.backward_kernel):
@@ -934,14 +951,20 @@ for name, phi in ACTIVATIONS.items():
                     build(kernel, architecture, {**constants, "BS": 16}, **capped)
 print("built")
 """
+OTHERS = [name for name in ACTIVATIONS if name != "leaky_relu"]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-def test_every_kernel_compiles_ahead_of_time(tmp_path):
+@pytest.mark.parametrize(
+    "names", [["leaky_relu"], OTHERS[::2], OTHERS[1::2]], ids=["three architectures", "activations", "more activations"]
+)
+def test_every_kernel_compiles_ahead_of_time(tmp_path, names):
     """Without a GPU: one activation for three architectures, every activation for one."""
     pytest.importorskip("triton")
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent / "src"), "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", AHEAD_OF_TIME], env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-c", AHEAD_OF_TIME, *names], env=env, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0 and "built" in done.stdout, done.stderr[-3000:]
 
 

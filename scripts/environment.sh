@@ -31,4 +31,5 @@ prepare() {
     touch ".venv/ready-$stamp"
 }
 
-install() { "$python" -m pip install --quiet --disable-pip-version-check --no-input "$@"; }
+# What is imported is compiled on its first import; most of torch never is.
+install() { "$python" -m pip install --no-compile --quiet --disable-pip-version-check --no-input "$@"; }

@@ -39,10 +39,13 @@ def test_the_cpu_path_takes_at_most_1_3_times_eager(layout):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        # Another program, or pages that come late, may be in the way for some seconds, hardly for eight runs of medians.
+        # Another program, or pages that come late, may be in the way for some seconds, hardly for two minutes.
         ratios = []
-        while not ratios or (min(ratios) > 1.3 and len(ratios) < 8):
+        for pause in (0, 1, 2, 4, 8, 16, 32, 64):
+            time.sleep(pause)
             ratios.append(ratio(layout))
+            if ratios[-1] <= 1.3:
+                break
         assert min(ratios) <= 1.3, ratios
     finally:
         torch.set_num_threads(threads)

@@ -399,7 +399,8 @@ class InPlaceABN(torch.autograd.Function):
             gradients = tuple(None if g is None else once(g.requires_grad_()) for g in gradients)  # type: ignore[no-untyped-call]
         else:
             gradients = InPlaceABN._gradients(ctx, dz)
-        return (*gradients, *[None] * (len(ctx.needs_input_grad) - 4))
+        # Those of the other arguments; torch drops what is beyond the last.
+        return *gradients, None, None, None, None, None
 
     @staticmethod
     def _gradients(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:

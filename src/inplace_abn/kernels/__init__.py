@@ -326,19 +326,18 @@ def input_grad_batch(
     mean: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dγ, dβ of a local batch."""
+    r = None if residual is None else _as(residual, z)
     with launches.on(z):
-        dz, r = _as(dz, z), None if residual is None else _as(residual, z)
+        dz, dx, sum_dy, sum_dy_xhat = _as(dz, z), _like(z), torch.empty_like(invstd), torch.empty_like(invstd)
+        maps = [dz, z, z if r is None else r, dx, dx if dr is None else dr]
+        vectors = [_vector(weight, invstd), _vector(bias, invstd), _vector(mean, invstd), invstd, sum_dy, sum_dy_xhat]
         has = weight is not None, bias is not None, r is not None, mean is not None, isinstance(mean, float)
         flags = _backward_flags(*has, phi, variant, dr is not None)
-        read = [dz, z, z if r is None else r]
-        vectors = [*[_vector(v, invstd) for v in (weight, bias, mean)], invstd]
-        # Nothing is made for a launch that there is not: what it would write looks like what it reads.
-        alike = [*read, z, z, *vectors, invstd, invstd]
-        launch = launches.planned(device.backward_kernel, 5, 2 if r is None else 3, alike, (floor, a), flags)
-        if launch is not None:
-            dx, sum_dy, sum_dy_xhat = _like(z), torch.empty_like(invstd), torch.empty_like(invstd)
-            launches.start(launch, [*read, dx, dx if dr is None else dr, *vectors, sum_dy, sum_dy_xhat], (floor, a))
+        twice = 2 if r is None else 3
+        if launches.launch(device.backward_kernel, 5, twice, maps + vectors, (floor, a), flags):
             return dx, sum_dy_xhat, sum_dy
+    # Not beside those of the verbs.
+    del dx, maps, sum_dy, sum_dy_xhat, vectors
     rest = (floor, phi, a, variant, r)
     sum_dy, sum_dy_xhat = sums(dz, z, weight, bias, *rest, mean, invstd)
     dx = input_grad(dz, z, weight, bias, invstd, sum_dy, sum_dy_xhat, z.numel() // z.shape[1], *rest, dr, mean)

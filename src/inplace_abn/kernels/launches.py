@@ -109,52 +109,40 @@ KEPT: list[dict[str, Any]] = []
 def launch(
     kernel: Any, maps: int, twice: int, tensors: list[Tensor], floats: tuple[float, ...], flags: dict[str, Any]
 ) -> bool:
-    """Run a kernel; False where the card cannot. The arguments are those of :func:`planned`."""
-    found = planned(kernel, maps, twice, tensors, floats, flags)
-    if found is None:
-        return False
-    start(found, tensors, floats)
-    return True
-
-
-def planned(
-    kernel: Any, maps: int, twice: int, tensors: list[Tensor], floats: tuple[float, ...], flags: dict[str, Any]
-) -> Launch | None:
-    """How to run a kernel on tensors like these, planned and compiled on the first call of its kind; None where the card cannot.
+    """Run a kernel, planned and compiled on the first call of its kind; False where the card cannot.
 
     The first ``maps`` of the tensors are full-sized. ``twice`` says how many of these one launch reads twice, by a team, and
     is to find in the cache the second time; 0 for the kernels whose members do not wait. Flags come out of a cache.
     """
     x = tensors[0]
-    aligned = not reduce(or_, [t.data_ptr() for t in tensors[:maps]]) % 16
+    pointers = [t.data_ptr() for t in tensors]
+    aligned = straight = not reduce(or_, pointers) % 16
+    if not straight:
+        aligned = not reduce(or_, pointers[:maps]) % 16
     # All that a plan depends on, or that is compiled into a kernel. By identity what stays: it is quicker than by contents.
-    key = (id(kernel), id(flags), x.shape, x.stride(), x.device, aligned, *[t.dtype for t in tensors])
+    key = (id(kernel), id(flags), x.shape, x.stride(), x.device, aligned, x.dtype, *[t.dtype for t in tensors[maps:]])
     try:
-        return LAUNCHES[key]
+        found = LAUNCHES[key]
     except KeyError:
         # An identity belongs to what lives: of flags that two threads made at once, the cache drops one.
         KEPT.append(flags)
         found = LAUNCHES[key] = _prepare(kernel, aligned, maps, twice, tensors, tuple(map(float, floats)), flags)
-        return found
-
-
-def start(launch: Launch, tensors: list[Tensor], floats: tuple[float, ...]) -> None:
-    """Run what was planned."""
-    x = tensors[0]
+    if found is None:
+        return False
     stream = _stream(x)
-    if launch.words:
-        tensors = [*tensors, *_words(x, stream, launch.words)]
-    elif launch.room[0]:
-        room = _fresh_counters(x.device, *launch.room) if _capturing(x) else _counters(x.device, stream, *launch.room)
-        tensors = [*tensors, *room]
-    pointers = [t.data_ptr() for t in tensors]
+    beside: tuple[Tensor, ...] = ()
+    if found.words:
+        beside = _words(x, stream, found.words)
+    elif found.room[0]:
+        beside = _fresh_counters(x.device, *found.room) if _capturing(x) else _counters(x.device, stream, *found.room)
     # Compiled for pointers aligned as torch allocates; parameters cut out of a larger tensor may not be.
-    if launch.run is None or reduce(or_, pointers) % 16:
-        # An integer would be compiled into the kernel, and stay there.
-        arguments = (*tensors, *launch.numbers, *map(float, floats))
-        launch.kernel[(launch.grid,)](*arguments, **launch.constants, **launch.options)
+    if straight and found.run is not None:
+        found.run(stream, [*pointers, *[t.data_ptr() for t in beside]], floats)
     else:
-        launch.run(stream, pointers, floats)
+        # An integer would be compiled into the kernel, and stay there.
+        arguments = (*tensors, *beside, *found.numbers, *map(float, floats))
+        found.kernel[(found.grid,)](*arguments, **found.constants, **found.options)
+    return True
 
 
 def _prepare(

@@ -116,13 +116,22 @@ def reduce(tiles, axis, combine):
     return tuple(Tile(p[0]) for p in parts)
 
 
-def trap(*_, **__):
+def assembly(_text, _constraints, arguments, **_):
+    """The two texts that there are: a trap, and looks at two words until both bear the stamp."""
+    if arguments:
+        one, other, at, stamp, here = arguments
+        there = raw(here).astype(bool)
+        for _ in range(200_000):
+            words = [raw(word).astype(np.int64) for word in (one, other)]
+            if not any(((word >> 32 != raw(stamp)) & there).any() for word in words):
+                return tuple(Tile(word.astype(np.int32)) for word in words)
+            one, other = load(at, there, 0, volatile=True), load(at + 1, there, 0, volatile=True)
     raise TimeoutError("a word that never came")
 
 
 LANGUAGE = SimpleNamespace(
     float32=np.float32, int32=np.int32, int64=np.int64, static_range=range, load=load, store=store,
-    atomic_add=atomic_add, reduce=reduce, debug_barrier=lambda: None, inline_asm_elementwise=trap,
+    atomic_add=atomic_add, reduce=reduce, debug_barrier=lambda: None, inline_asm_elementwise=assembly,
     program_id=lambda _: HERE.program, num_programs=lambda _: HERE.programs, allocate_shared_memory=Shared,
     BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None,
     cast=lambda x, dtype: Tile(raw(x)).to(dtype), cdiv=lambda x, y: -(-x // y),

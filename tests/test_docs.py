@@ -796,6 +796,87 @@ def test_what_is_said_of_tiles_in_registers_was_measured():
     assert told.format(*small) in notes, small
 
 
+def over_own(
+    study: dict[tuple[str, ...], dict[str, float]],
+    which: Callable[[str], bool],
+    keep: Callable[[tuple[str, ...]], bool],
+    own: tuple[str, ...] = ("as it is", "as it is, again"),
+) -> list[float]:
+    """Times of some plans over the mean of those that are the package's own, case by case."""
+    return [
+        us / statistics.mean(by[name] for name in own)
+        for case, by in study.items()
+        for plan, us in by.items()
+        if plan not in own and which(plan) and keep(case)
+    ]
+
+
+def test_what_is_said_of_hints_was_measured():
+    notes, hinted = (ROOT / "benchmarks" / "NOTES.md").read_text(), by_plan("hints")
+    narrow = hinted["widths of float32"]
+    wide = [
+        span(over_own(narrow, f"{wide} bytes".__eq__, lambda case, d=d: case[3] == d, ("64 bytes",)))
+        for wide in (128, 256)
+        for d in ("forward", "backward")
+    ]
+    assert "128 bytes for 64 take {} forward and {} backward, 256 bytes {} and {}. Nothing.".format(*wide) in notes
+
+    def both_ways(which: Callable[[str], bool]) -> list[str]:
+        return [span(over_own(hinted["hints"], which, lambda case, d=d: case[3] == d)) for d in ("forward", "backward")]
+
+    copies = "{} tiles to stay, told with their copies".format
+    more = [copies(n) for n in (16, 20, 26)]
+    few, many = both_ways(copies(12).__eq__), both_ways(lambda plan: plan in more)
+    before, sums = (
+        both_ways(f"16 tiles to stay, told {when}".__eq__)
+        for when in ("four tiles before their copies", "with their sums")
+    )
+    let_go = both_ways(lambda plan: "let go after use" in plan)
+    for told in (
+        f"12 tiles ({12 * 2 * H200[0] * 8192 / 1e6:.0f} MB) told with their copies take {few[0]} of the time "
+        f"forward and {few[1]} backward; 16, 20 and 26 tiles {many[0]} forward, {many[1]} backward; told",
+        f"four tiles before {before[0]} and {before[1]}, with their sums {sums[0]} and {sums[1]}; let go again by "
+        f"`applypriority` after use, whatever else, {let_go[0]} and {let_go[1]}.",
+    ):
+        assert told in notes, told
+    bytes_read: dict[tuple[str, str], dict[str, int]] = {}
+    for r in read("hints-counters-H200-torch2.11.0-triton3.6.0.csv"):
+        bytes_read.setdefault((r["shape"], r["direction"]), {})[r["plan"]] = int(r["read_bytes"])
+    assert len(bytes_read) == 6
+    assert all(abs(n / by["as it is"] - 1) < 0.03 for by in bytes_read.values() for n in by.values())
+    maps = [bytes_read["64x64x112x112", "backward"][plan] / (2 * 64 * 64 * 112**2) for plan in ("as it is", more[0])]
+    assert f"backward: {maps[0]:.2f} maps, and {maps[1]:.2f} with 16 tiles told" in notes
+
+
+def test_what_is_said_of_words_was_measured():
+    notes, spoken = (ROOT / "benchmarks" / "NOTES.md").read_text(), by_plan("words")
+    one, two = spoken["words, first run"], spoken["words, second run"]
+    is_ring = lambda case: not is_swept(case)
+    least = lambda case: is_ring(case) and own_ring(case).S <= 32
+    most = lambda case: is_ring(case) and own_ring(case).S > 32
+    alone = "a thread waits for its words"
+    rings, fewer, others, swept = (over_own(two, alone.__eq__, keep) for keep in (is_ring, least, most, is_swept))
+    turned, spread = "both sums turned round at once", "γ and β spread over tiles before the exchange"
+    together = f"{turned}, γ and β spread before, mean and invstd spread at once"
+    without = span(over_own(one, "no exchange".__eq__, is_swept))
+    neither = span(over_own(one, "neither exchange nor samples".__eq__, is_swept))
+    for told in (
+        f"Came, in rings: {span(rings)} of the time; {span(fewer)} up to",
+        f"32 members of a channel, {statistics.mean(fewer):.2f} in the mean, and {span(others)} with more, "
+        f"{statistics.mean(others):.2f} in the mean; so it is done up to 32 ",
+        f"each with a wait of its own, {span(over_own(one, 'a thread waits for one word after another'.__eq__, is_ring))}.",
+        f"half as many sectors are read: {span(over_own(one, 'words of a sum side by side'.__eq__, is_ring))}.",
+        f"waiting alone takes {span(swept)}; both sums turned round and added up at once "
+        f"{span(over_own(two, turned.__eq__, is_swept))};",
+        f"tile before the exchange {span(over_own(two, spread.__eq__, is_swept))}; these together "
+        f"{span(over_own(two, f'{alone}, {together}'.__eq__, is_swept))}.",
+        f"the exchange {without}, samples as well {neither}.",
+    ):
+        assert told in notes, told
+    (small,) = over_own(one, "no exchange".__eq__, ("32x2048x7x7", "bfloat16", "channels_last", "forward").__eq__)
+    assert f"takes {small:.2f} of its time there in bfloat16" in notes
+
+
 def test_blocks_and_networks_are_the_committed_measurement(tmp_path):
     notes = (ROOT / "benchmarks" / "NOTES.md").read_text()
     plot = script("plot")
@@ -889,31 +970,32 @@ def test_the_variants_are_the_committed_measurement():
     moved = int(counted["read_bytes"]) + int(counted["written_bytes"])
     assert f"{int(counted['read_bytes']) / 1e6:.0f} MB read from memory" in notes and counted["us"] in notes
     assert f"{moved / float(counted['us']) / 1e6:.1f} TB/s" in notes
-    both: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for r in read("host-H200-torch2.11.0-triton3.6.0.csv"):
         assert r["layer"] == "Identity" or f"{float(r['forward_backward_us']):.0f}" in host
-        both.setdefault((r["chain"], r["run"]), {})[r["layer"]] = r
 
-    def over_eager(chain: str, column: str) -> str:
-        pairs = [by for (length, _), by in both.items() if length == chain]
-        ratios = [float(by["InPlaceABN"][column]) / float(by["BatchNorm2d + LeakyReLU"][column]) for by in pairs]
-        return f"{min(ratios):.2f}–{max(ratios):.2f}"
-
-    for chain, column in (("1", "forward_backward_us"), ("20", "forward_backward_us"), ("1", "forward_us")):
-        assert over_eager(chain, column) in host
-    runs = {"1": [], "20": []}
-    for file in ("host", "host-before"):
-        found: dict[tuple[str, str], dict[str, float]] = {}
+    def over_eager(file: str, column: str = "forward_backward_us", **chosen: str) -> list[float]:
+        runs: dict[str, dict[str, float]] = {}
         for r in read(f"{file}-H200-torch2.11.0-triton3.6.0.csv"):
-            found.setdefault((r["chain"], r["run"]), {})[r["layer"]] = float(r["forward_backward_us"])
-        for (chain, _), by in found.items():
-            runs[chain].append(by["InPlaceABN"] / by["BatchNorm2d + LeakyReLU"])
-    told = " and ".join(span(runs[chain][3:]) for chain in ("20", "1"))
-    met = [f"by {sum(ratio <= 1.3 for ratio in runs[chain])}" for chain in ("20", "1")]
-    many = len(runs["1"])
-    assert (
-        f"have {told}. So the aim is met in a chain {met[0]} runs of {many}, and {met[1]} of {many} by itself" in host
-    )
+            if all(r[k] == v for k, v in chosen.items()):
+                runs.setdefault(r["run"], {})[r["layer"]] = float(r[column])
+        return [by["InPlaceABN"] / by["BatchNorm2d + LeakyReLU"] for by in runs.values()]
+
+    def met(ratios: list[float]) -> int:
+        return sum(ratio <= 1.3 for ratio in ratios)
+
+    chain, alone = over_eager("host", chain="20"), over_eager("host", chain="1")
+    many, two, one = (over_eager("host-cores", launches="one look at pointers", cores=n) for n in ("16", "2", "1"))
+    assert all(f"{span(many)} on sixteen cores, {ratio:.2f} on two, {span(one)} on one." in host for ratio in two)
+    chain_before, alone_before = over_eager("host-before", chain="20"), over_eager("host-before", chain="1")
+    assert len(alone_before) == 20
+    for told in (
+        f"it is {span(chain)}: met by {met(chain)} of {len(chain)} runs. By itself it is {span(alone)}, "
+        f"{statistics.median(alone):.2f} in the median: met by {met(alone)} of {len(alone)}.",
+        f"by itself takes {span(over_eager('host', 'forward_us', chain='1'))} times eager's",
+        f"have {span(chain_before)} in a chain, {met(chain_before)} of them within the aim, and {span(alone_before)} by itself, "
+        f"{met(alone_before)} of them.",
+    ):
+        assert told in host, told
     parts = {
         (r["chain"], r["candidate"]): r["forward_backward_us"]
         for r in read("hostparts-H200-torch2.11.0-triton3.6.0.csv")

@@ -599,6 +599,7 @@ SWEPT = {
 if DEVICE == "cpu":
     HELD = {
         "many members": ((5, 3, 16, 16), "contiguous", 9),
+        "many members, asked together": ((5, 3, 16, 16), "contiguous", 9),
         "asked early": ((4, 5, 16, 16), "contiguous", 5),
         "many rounds": ((1, 40, 8, 9), "contiguous", 1),
         "short vectors": ((3, 5, 10, 10), "contiguous", 2),
@@ -641,6 +642,8 @@ def test_maps_held_in_shared_memory(kernels, monkeypatch, room, case, dtype, res
     """Few processors have many rounds, or tiles; many have teams of many members."""
     shape, layout, processors, *tiles = HELD[case] if room == "ring" else SWEPT[case]
     few_processors(kernels, monkeypatch, processors, room == "sweep", *tiles)
+    if "asked together" in case:
+        monkeypatch.setattr(kernels.plans, "RING_ALONE", 0)
     if "none in registers" in case:
         monkeypatch.setattr(kernels.plans, "SWEEP_KEPT", 0)
     # Means that lie apart: moments taken about another channel's sample would cost digits.
@@ -931,6 +934,7 @@ for name in sys.argv[1:]:
                 in_ring = {"V": 8, "LINES": 128, "WARPS": kernels.plans.RING_WARPS}
                 in_ring |= {"T": 3, "LAG": 5, "AHEAD": 2} if full else {"T": 2, "LAG": 3, "AHEAD": 1}
                 in_ring |= {"EDGES": 0, "EARLY": 1} if architecture == 90 else {"EDGES": 256, "EARLY": 0}
+                in_ring |= {"ALONE": architecture != 100}
                 options = {"maxnreg": 168, "launch_cooperative_grid": True, "num_warps": kernels.plans.RING_WARPS}
                 for kernel in (ring.forward_kernel, ring.backward_kernel):
                     text = build(kernel, architecture, {**constants, **in_ring}, **options).asm["ptx"]

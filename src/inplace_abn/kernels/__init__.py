@@ -210,11 +210,12 @@ def _have_moved(
     """Bring what kernels wrote to where it belongs, and tell autograd, which does not see it."""
     if dense is None or running_mean is None or running_var is None:
         return
-    for own, moved in ((running_mean, dense[0]), (running_var, dense[1])):
-        if own is not moved:
-            own.copy_(moved)
-    written = [running_mean, running_var] if tracked is None else [running_mean, running_var, tracked]
-    torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
+    if dense[0] is not running_mean:
+        running_mean.copy_(dense[0])
+    if dense[1] is not running_var:
+        running_var.copy_(dense[1])
+    written = [t for t in (running_mean, running_var, tracked) if t is not None and not t.is_inference()]
+    torch.autograd.graph.increment_version(written)
 
 
 def normalize_batch(

@@ -43,7 +43,7 @@ def _capturing(x: Tensor) -> bool:
 
 
 def _stream(x: Tensor) -> int:
-    return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
 
 
 # By device and stream, since launches on two streams may overlap. Zero at first; every launch leaves them fit for the next.
@@ -93,11 +93,12 @@ def _to_stay(make: Callable[..., tuple[Tensor, Tensor]], where: torch.device, *s
         return other.submit(there).result()
 
 
+HERE = nullcontext()
+
+
 def on(x: Tensor) -> AbstractContextManager[Any]:
     """Launches go to the current device: make it x's."""
-    if not x.is_cuda or torch._C._cuda_getDevice() == x.device.index:
-        return nullcontext()
-    return torch.cuda.device(x.device)
+    return HERE if not x.is_cuda or torch._C._cuda_getDevice() == x.get_device() else torch.cuda.device(x.device)
 
 
 # By what a call looks like; None where the card cannot hold a team.
@@ -268,7 +269,7 @@ def _in_a_ring(c: plans.Ring, place: plans.Layout) -> Held:
     warps = plans.RING_WARPS
     constants = {
         "V": c.V, "EDGES": c.edges, "LINES": c.lines, "T": c.T, "LAG": c.lag, "AHEAD": c.ahead, "EARLY": c.early,
-        "BS": max(triton.next_power_of_2(c.S), 32 * warps),
+        "BS": max(triton.next_power_of_2(c.S), 32 * warps), "ALONE": c.S <= plans.RING_ALONE,
     }  # fmt: skip
     strides = place.row_stride, place.channel_stride
     numbers = (

@@ -44,6 +44,8 @@ RING_BESIDE = SYSTEM_BYTES + 512
 # which on they are asked for a tile earlier.
 RING_MOST = 12
 RING_EARLY = 4
+# Members of a channel up to which a thread waits for its words by itself: those of one warp.
+RING_ALONE = 32
 # Bytes of a map below which the L2 cache serves as well; a quarter of it where vectors are short.
 RING_LEAST = 32 << 20
 # Pixels of a channel below which edges of rows that start anywhere count too much.

@@ -45,6 +45,30 @@ from .device import (
 
 # Sets of words, between which rounds alternate.
 SETS = gl.constexpr(4)
+# A thread looks at its two words until both bear the stamp. Out: their values; in: the words as they were, the address of the
+# first, the stamp, whether there are any.
+LOOK_ALONE = gl.constexpr(f"""{{
+    .reg .pred missing;
+    .reg .b32  stamp, looks;
+    .reg .b64  one, other;
+    mov.b64    one, $2;
+    mov.b64    other, $3;
+    mov.b32    looks, 0;
+AGAIN:
+    mov.b64    {{$0, stamp}}, one;
+    setp.ne.b32     missing, stamp, $5;
+    mov.b64    {{$1, stamp}}, other;
+    setp.ne.or.b32  missing, stamp, $5, missing;
+    setp.ne.and.b32 missing, $6, 0, missing;
+    @!missing  bra FOUND;
+    ld.volatile.global.b64 one, [$4];
+    ld.volatile.global.b64 other, [$4+8];
+    add.u32    looks, looks, 1;
+    setp.lt.u32 missing, looks, {PATIENCE.value};
+    @missing   bra AGAIN;
+    trap;
+FOUND:
+}}""")
 
 
 @gluon.jit
@@ -145,31 +169,52 @@ def plus_four(a, b, c, d, e, f, g, h):
 
 
 @gluon.jit
+def words_at(words_ptr, group, S, n, programs, LANES: gl.constexpr, BS: gl.constexpr):
+    """Where the members of a group publish the first of their two sums in round n."""
+    return words_ptr + (n % SETS * programs + group * S + gl.arange(0, BS, LANES)) * 2
+
+
+@gluon.jit
 def look(words_ptr, group, S, n, known, programs, LANES: gl.constexpr, BS: gl.constexpr):
     """The words of a group in round n as they are now, if there is such a round.
 
     There are at least as many lanes as threads, so that no two threads read one word and disagree about it.
     """
-    s = gl.arange(0, BS, LANES)
-    at = words_ptr + (n % SETS * programs + group * S + s) * 2
-    here = (s < S) & known
+    at = words_at(words_ptr, group, S, n, programs, LANES, BS)
+    here = (gl.arange(0, BS, LANES) < S) & known
     return gl.load(at, mask=here, other=0, volatile=True), gl.load(at + 1, mask=here, other=0, volatile=True)
 
 
 @gluon.jit
-def collect(one, other, u, v, words_ptr, group, S, n, known, epoch, programs, LANES: gl.constexpr, BS: gl.constexpr):
-    """The sums of both over the members of a group in round n, once all are there, after a first look; and those of u and v."""
+def collect(
+    one, other, u, v, words_ptr, group, S, n, known, epoch, programs,
+    LANES: gl.constexpr, BS: gl.constexpr, ALONE: gl.constexpr,
+):  # fmt: skip
+    """The sums of both over the members of a group in round n, once all are there, after a first look; and those of u and v.
+
+    ALONE: a thread waits for its words by itself. To ask all threads after each look takes three barriers, but where there are
+    many words, waiting for one after another costs more, and so do looks that follow each other at once.
+    """
     here = (gl.arange(0, BS, LANES) < S) & known
     stamp = epoch + n + 1
-    missing = here & (((one >> 32) != stamp) | ((other >> 32) != stamp))
-    polls = 0
-    while (gl.max(missing.to(gl.int32), 0) > 0) & (polls < PATIENCE):
-        one, other = look(words_ptr, group, S, n, known, programs, LANES, BS)
+    if ALONE:
+        at = words_at(words_ptr, group, S, n, programs, LANES, BS)
+        one, other = gl.inline_asm_elementwise(
+            LOOK_ALONE, "=&r,=&r,l,l,l,r,r", [one, other, at, stamp, here.to(gl.int32)],
+            dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+        one, other = one.to(gl.float32, bitcast=True), other.to(gl.float32, bitcast=True)
+    else:
         missing = here & (((one >> 32) != stamp) | ((other >> 32) != stamp))
-        polls += 1
-    if polls == PATIENCE:
-        gl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    return gl.reduce((gl.where(here, value(one), 0.0), gl.where(here, value(other), 0.0), u, v), 0, plus_four)
+        polls = 0
+        while (gl.max(missing.to(gl.int32), 0) > 0) & (polls < PATIENCE):
+            one, other = look(words_ptr, group, S, n, known, programs, LANES, BS)
+            missing = here & (((one >> 32) != stamp) | ((other >> 32) != stamp))
+            polls += 1
+        if polls == PATIENCE:
+            gl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        one, other = value(one), value(other)
+    return gl.reduce((gl.where(here, one, 0.0), gl.where(here, other, 0.0), u, v), 0, plus_four)
 
 
 @gluon.jit
@@ -179,7 +224,7 @@ def forward_kernel(
     TRACK: gl.constexpr, CUMULATIVE: gl.constexpr, COUNTED: gl.constexpr,
     HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PHI: gl.constexpr,
     V: gl.constexpr, LINES: gl.constexpr, T: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
-    EDGES: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
+    EDGES: gl.constexpr, BS: gl.constexpr, ALONE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.device.forward_kernel`. Bytes: x read and written once, r read once."""
     TILE: gl.constexpr = gl.BlockedLayout([1, V], [32, 1], [WARPS, 1], [1, 0])
@@ -263,7 +308,7 @@ def forward_kernel(
                 then = gl.where(lane == (before & (BS - 1)), about, 0.0)
                 soon = gl.where(lane == ((n + 1) & (BS - 1)), about, 0.0)
                 first, second, k_then, k_next = collect(
-                    one, other, then, soon, words_ptr, group, S, before, known, epoch, S * G, LANES, BS
+                    one, other, then, soon, words_ptr, group, S, before, known, epoch, S * G, LANES, BS, ALONE
                 )
                 mean, var = moments_from(k_then, first, second, m)
                 invstd = 1.0 / gl.sqrt(var + eps)
@@ -301,7 +346,7 @@ def backward_kernel(
     HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, NEED_R: gl.constexpr,
     FROM_X: gl.constexpr, HAT: gl.constexpr, INVERSE: gl.constexpr, BACKWARD: gl.constexpr, VARIANT_I: gl.constexpr,
     V: gl.constexpr, LINES: gl.constexpr, T: gl.constexpr, LAG: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
-    EDGES: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
+    EDGES: gl.constexpr, BS: gl.constexpr, ALONE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.device.backward_kernel`. Bytes: z, dz and r read once, dx and dr written once."""
     TILE: gl.constexpr = gl.BlockedLayout([1, V], [32, 1], [WARPS, 1], [1, 0])
@@ -391,7 +436,7 @@ def backward_kernel(
             known = (before >= 0) & (before < rounds)
             if (t - LAG) % T == 0:
                 one, other, _, _ = collect(
-                    one, other, nothing, nothing, words_ptr, group, S, before, known, epoch, S * G, LANES, BS
+                    one, other, nothing, nothing, words_ptr, group, S, before, known, epoch, S * G, LANES, BS, ALONE
                 )
                 gamma = gamma_c
                 beta = beta_c

@@ -98,6 +98,9 @@ def load(pointer, mask=True, other=0, volatile=False, **_):
 
 
 def store(pointer, value, mask=True, **_):
+    # Of two words that belong together, one may come late.
+    if pointer.array.dtype == np.int64 and HERE.random.random() < 0.5:
+        time.sleep(2e-3)
     pointer.write(value, mask)
 
 
@@ -117,7 +120,7 @@ def reduce(tiles, axis, combine):
 
 
 def assembly(_text, _constraints, arguments, **_):
-    """The two texts that there are: a trap, and looks at two words until both bear the stamp."""
+    """What the two texts do that there are: a trap, and looks at two words until both bear the stamp; see run_ptx, too."""
     if arguments:
         one, other, at, stamp, here = arguments
         there = raw(here).astype(bool)
@@ -127,6 +130,42 @@ def assembly(_text, _constraints, arguments, **_):
                 return tuple(Tile(word.astype(np.int32)) for word in words)
             one, other = load(at, there, 0, volatile=True), load(at + 1, there, 0, volatile=True)
     raise TimeoutError("a word that never came")
+
+
+def run_ptx(text, operands, read):
+    """What a thread that runs this text leaves in its operands, by name; ``read`` is memory. Numbers are unsigned."""
+    names = dict(operands)
+    lines = [line.strip(" ;") for line in text.strip("{}\n").splitlines() if not line.strip().startswith(".reg")]
+    number = lambda word: names[word] if word in names else int(word)
+    at = 0
+    while at < len(lines):
+        words = lines[at].translate(str.maketrans("{},", "   ")).split()
+        at += 1
+        if words[0].startswith("@"):
+            guard = words.pop(0)
+            if names[guard.lstrip("@!")] == guard.startswith("@!"):
+                continue
+        operation, *words = words
+        if operation == "mov.b64" and len(words) == 3:
+            names[words[0]], names[words[1]] = number(words[2]) % (1 << 32), number(words[2]) >> 32
+        elif operation.startswith("mov."):
+            names[words[0]] = number(words[1])
+        elif operation.startswith("setp."):
+            compare, *join = operation.split(".")[1:-1]
+            found = getattr(operator, compare)(number(words[1]), number(words[2]))
+            names[words[0]] = getattr(operator, f"{join[0]}_")(found, names[words[3]]) if join else found
+        elif operation.startswith("ld."):
+            base, _, further = words[1].strip("[]").partition("+")
+            names[words[0]] = read(number(base) + int(further or 0))
+        elif operation.startswith("add."):
+            names[words[0]] = number(words[1]) + number(words[2])
+        elif operation == "bra":
+            at = lines.index(f"{words[0]}:")
+        elif operation == "trap":
+            raise TimeoutError("a word that never came")
+        else:
+            assert operation.endswith(":"), f"{operation} is not among what is read here"
+    return names
 
 
 LANGUAGE = SimpleNamespace(

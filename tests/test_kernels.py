@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from bounds import reordered, ulp
-from emulated import A10, A100, H200, Kernel
+from emulated import A10, A100, H200, Kernel, run_ptx
 from inplace_abn import ACTIVATIONS, InPlaceABN, inplace_abn, reference, saved_bytes
 from inplace_abn.activations import resolve
 from layouts import LAYOUTS
@@ -651,6 +651,9 @@ def test_maps_held_in_shared_memory(kernels, monkeypatch, room, case, dtype, res
     fused = {launch.kernel for launch in kernels.launches.LAUNCHES.values() if launch and launch.words}
     used = getattr(kernels.launches, room)
     assert fused == {used.forward_kernel, used.backward_kernel}
+    if "many members" in case and room == "ring" and DEVICE == "cpu":
+        alone = {launch.constants["ALONE"] for launch in kernels.launches.LAUNCHES.values() if launch and launch.words}
+        assert alone == {"asked together" not in case}
     if "asked early" in case and not residual:
         assert {
             launch.constants["EARLY"] for launch in kernels.launches.LAUNCHES.values() if launch and launch.words
@@ -659,6 +662,29 @@ def test_maps_held_in_shared_memory(kernels, monkeypatch, room, case, dtype, res
     if "more than is held" in case and DEVICE == "cpu":
         kept = {launch.constants["Q"] > 0 for launch in kernels.launches.LAUNCHES.values() if launch and launch.words}
         assert kept == {"none in registers" not in case}
+
+
+@pytest.mark.parametrize("late", [(0, 0), (3, 0), (0, 3), (2, 4)], ids=str)
+def test_a_thread_looks_until_both_its_words_bear_the_stamp(late):
+    ring = pytest.importorskip("inplace_abn.kernels.ring")
+    before, stamp, values, address = 6, 7, (0xC0FFEE, 0xFFFFFFFF), 4096
+    text = ring.LOOK_ALONE.value.replace(str(ring.PATIENCE.value), "9")
+    looks = {address: 0, address + 8: 0}
+
+    def word(i, look):
+        return (stamp if look >= late[i] else before) << 32 | values[i]
+
+    def read(at):
+        looks[at] += 1
+        return word((at - address) // 8, looks[at])
+
+    operands = {"$2": word(0, 0), "$3": word(1, 0), "$4": address, "$5": stamp, "$6": 1}
+    left = run_ptx(text, operands, read)
+    assert (left["$0"], left["$1"]) == values and set(looks.values()) == {max(late)}
+    # Where there are no words nobody looks, and for one that never comes not for ever.
+    run_ptx(text, {**operands, "$2": 0, "$3": 0, "$6": 0}, None)
+    with pytest.raises(TimeoutError):
+        run_ptx(text, {**operands, "$2": 0}, lambda at: before << 32)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a compiler's answers are made up")

@@ -33,6 +33,7 @@ def ratio(layout: torch.memory_format, rounds: int = 25) -> float:
 
 
 @pytest.mark.alone
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_the_cpu_path_takes_at_most_1_3_times_eager(layout):
     torch.use_deterministic_algorithms(False)

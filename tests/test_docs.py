@@ -67,6 +67,19 @@ def test_the_notes_table_is_the_committed_measurement():
         assert f"| {r['candidate']} | {r['dtype']} | {r['layout']} | {spread} | {r['ratio_of_medians']} |" in text
 
 
+def test_what_is_said_of_pages_that_are_kept_was_measured():
+    text = (ROOT / "benchmarks" / "NOTES.md").read_text()
+    kept = {
+        (r["candidate"], r["layout"]): r["ratio_of_medians"]
+        for r in read("layer-cpu-kept-torch2.13.0.csv")
+        if r["dtype"] == "float32"
+    }
+    one, two = (
+        [kept[f"InPlaceABN {variant}", layout] for layout in ("NCHW", "channels_last")] for variant in ("I", "II")
+    )
+    assert f"takes {two[0]} times eager's time in NCHW and {two[1]} in channels_last, I {one[0]} and {one[1]};" in text
+
+
 def span(found: list[float]) -> str:
     """From the least to the most."""
     return f"{min(found):.2f}–{max(found):.2f}"

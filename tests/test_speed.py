@@ -16,6 +16,9 @@ from torch import nn
 
 from inplace_abn import InPlaceABN
 
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+
 
 def ratio(layout: torch.memory_format, rounds: int = 25) -> float:
     """Median time of forward and backward over that of BatchNorm2d and LeakyReLU(inplace=True), taking turns."""
@@ -34,32 +37,28 @@ def ratio(layout: torch.memory_format, rounds: int = 25) -> float:
 
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous_format", "channels_last"])
 def test_the_cpu_path_takes_at_most_1_3_times_eager(layout):
-    torch.use_deterministic_algorithms(False)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        # Another program, or pages that come late, may be in the way for some seconds, hardly for two minutes.
-        ratios = []
-        for pause in (0, 1, 2, 4, 8, 16, 32, 64):
-            time.sleep(pause)
-            ratios.append(ratio(layout))
-            if ratios[-1] <= 1.3:
-                break
-        assert min(ratios) <= 1.3, ratios
-    finally:
-        torch.set_num_threads(threads)
+    # Page faults decide, and with them what an allocator has got used to: each run has a process of its own. Another program
+    # may be in the way for some seconds, hardly for two minutes.
+    ratios = []
+    for pause in (0, 1, 2, 4, 8, 16, 32, 64):
+        time.sleep(pause)
+        run = subprocess.run([sys.executable, __file__, layout], env=ENVIRONMENT, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        ratios.append(float(run.stdout))
+        if ratios[-1] <= 1.3:
+            break
+    assert min(ratios) <= 1.3, ratios
 
 
 @pytest.mark.alone
 def test_the_readmes_first_training_takes_less_than_a_minute(tmp_path):
-    root = Path(__file__).parent.parent
-    (line,) = re.findall(r"^inplace-abn (train .*?) +#", (root / "README.md").read_text(), re.M)
+    (line,) = re.findall(r"^inplace-abn (train .*?) +#", (ROOT / "README.md").read_text(), re.M)
     began = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "inplace_abn.cli", *line.split()],
-        env={**os.environ, "PYTHONPATH": str(root / "src")},
+        env=ENVIRONMENT,
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -69,3 +68,8 @@ def test_the_readmes_first_training_takes_less_than_a_minute(tmp_path):
     assert seconds < 60
     # Four kinds of scenes: a quarter would be guessing.
     assert float(re.search(r"top1 +([\d.]+)", done.stdout)[1]) > 0.5
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    print(ratio(getattr(torch, sys.argv[1])))

@@ -462,9 +462,9 @@ def _merged(tiles: list[tuple[slice, Tensor, Tensor, int]]) -> tuple[Tensor, Ten
         both = torch.stack([v for mean, var, _ in group for v in (mean, var)]).double()
         mean_t, var_t = both[::2], both[1::2]
         total = sum(n for _, _, n in group)
-        share = torch.tensor([n / total for _, _, n in group], dtype=torch.float64, device=both.device)
-        mean = share @ mean_t
-        merged.append((mean, share @ (mean_t - mean).square_().add_(var_t)))
+        share = torch.tensor([[n / total] for _, _, n in group], dtype=torch.float64, device=both.device)
+        mean = (share * mean_t).sum(0)
+        merged.append((mean, (mean_t - mean).square_().add_(var_t).mul_(share).sum(0)))
     if len(merged) == 1:
         return merged[0]
     return torch.cat([mean for mean, _ in merged]), torch.cat([var for _, var in merged])

@@ -3,9 +3,9 @@
     python benchmarks/host.py [--rounds 7] [--runs 8] [--out benchmarks/results]
 
 One row per candidate, run and length of chain: microseconds per layer and step, the best of several rounds in which all
-candidates take turns. A run is a process of its own, since times depend on which cores its threads happen to be given. A chain is
-so many layers behind each other, with a multiplication in front of each: one alone wakes autograd's thread for every backward,
-which costs more than the layer; in a chain, as in a network, that is shared. The identity shows what is left without the layer.
+candidates take turns. A run is a process of its own, so that runs have nothing in common. A chain is so many layers behind each
+other, with a multiplication in front of each: one alone wakes autograd's thread for every backward, which costs more than the
+layer; in a chain, as in a network, that is shared. The identity shows what is left without the layer.
 """
 
 from __future__ import annotations

@@ -20,6 +20,9 @@ H200 = (132, 65536, 2048, 228 << 10, 60 << 20, True)
 A100 = (108, 65536, 2048, 164 << 10, 40 << 20, True)
 A10 = (72, 65536, 1536, 100 << 10, 6 << 20, True)
 
+# Looks at words until one is said never to come: long, but not for ever.
+PATIENCE = 200_000
+
 LOCK = threading.RLock()
 HERE = threading.local()
 
@@ -124,7 +127,7 @@ def assembly(_text, _constraints, arguments, **_):
     if arguments:
         one, other, at, stamp, here = arguments
         there = raw(here).astype(bool)
-        for _ in range(200_000):
+        for _ in range(PATIENCE):
             words = [raw(word).astype(np.int64) for word in (one, other)]
             if not any(((word >> 32 != raw(stamp)) & there).any() for word in words):
                 return tuple(Tile(word.astype(np.int32)) for word in words)
@@ -225,8 +228,7 @@ def as_python(function, known=None):
                 value = getattr(value, "value", value)
                 names[name] = as_python(value, known) if hasattr(value, "fn") else value
         names |= {"tl": LANGUAGE, "gl": LANGUAGE, "xp": LANGUAGE, "async_copy": ASYNC}
-        # Long, but not for ever.
-        names |= {"PATIENCE": 200_000}
+        names |= {"PATIENCE": PATIENCE}
     return known[code]
 
 

@@ -42,14 +42,14 @@ def test_the_cpu_path_takes_at_most_1_3_times_eager(layout):
     # Page faults decide, and with them what an allocator has got used to: each run has a process of its own. Another program
     # may be in the way for some seconds, hardly for two minutes.
     ratios = []
-    for pause in (0, 1, 2, 4, 8, 16, 32, 64):
+    for pause in (0, 0, 0, 4, 8, 16, 32, 64):
         time.sleep(pause)
         run = subprocess.run([sys.executable, __file__, layout], env=ENVIRONMENT, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         ratios.append(float(run.stdout))
-        if ratios[-1] <= 1.3:
+        if len(ratios) >= 3 and statistics.median(ratios) <= 1.3:
             break
-    assert min(ratios) <= 1.3, ratios
+    assert statistics.median(ratios) <= 1.3, ratios
 
 
 @pytest.mark.alone

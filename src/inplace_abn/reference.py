@@ -456,18 +456,15 @@ def _merged(tiles: list[tuple[slice, Tensor, Tensor, int]]) -> tuple[Tensor, Ten
     by_channels: dict[int | None, list[tuple[Tensor, Tensor, int]]] = {}
     for c, mean, var, n in tiles:
         by_channels.setdefault(c.start, []).append((mean, var, n))
-    merged = []
+    means, variances = [], []
     for group in by_channels.values():
-        # Few operations: behind a large map each finds the caches full of it.
-        both = torch.stack([v for mean, var, _ in group for v in (mean, var)]).double()
-        mean_t, var_t = both[::2], both[1::2]
-        total = sum(n for _, _, n in group)
-        share = torch.tensor([[n / total] for _, _, n in group], dtype=torch.float64, device=both.device)
+        mean_t, var_t = (torch.stack(vectors).double() for vectors in list(zip(*group, strict=True))[:2])
+        share = torch.tensor([n for _, _, n in group], dtype=torch.float64, device=mean_t.device).view(-1, 1)
+        share = share / share.sum()
         mean = (share * mean_t).sum(0)
-        merged.append((mean, (mean_t - mean).square_().add_(var_t).mul_(share).sum(0)))
-    if len(merged) == 1:
-        return merged[0]
-    return torch.cat([mean for mean, _ in merged]), torch.cat([var for _, var in merged])
+        means.append(mean)
+        variances.append((share * (var_t + (mean_t - mean).square_())).sum(0))
+    return torch.cat(means), torch.cat(variances)
 
 
 def _is_dense(x: Tensor) -> bool:
@@ -508,13 +505,14 @@ def _normalize_dense_(
         mean = near + offset
     invstd = (var + eps).rsqrt_()
     gamma, beta = affine(x, weight, bias, floor)
-    vectors = (gamma.mul_(invstd)).to(x.dtype), beta.to(x.dtype), offset.to(x.dtype), x.new_ones(x.shape[1])
-    unused = x.new_empty(0)
+    scale, shift, offset = (gamma.mul_(invstd)).to(x.dtype), beta.to(x.dtype), offset.to(x.dtype)
+    one, unused = torch.ones_like(scale), x.new_empty(0)
     forward, _, _ = _formulas(phi)
     for index in _tiles(x):
-        t = x[index]
-        of_tile = vectors if index[1] == slice(None) else [v[index[1]] for v in vectors]
-        torch.ops.aten.native_batch_norm.out(t, *of_tile, False, 0.0, 0.0, out=t, save_mean=unused, save_invstd=unused)
+        t, c = x[index], index[1]
+        torch.ops.aten.native_batch_norm.out(
+            t, scale[c], shift[c], offset[c], one[c], False, 0.0, 0.0, out=t, save_mean=unused, save_invstd=unused
+        )
         if residual is not None:
             t += residual[index]
         t.copy_(forward(t, a))

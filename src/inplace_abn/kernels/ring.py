@@ -192,8 +192,8 @@ def collect(
 ):  # fmt: skip
     """The sums of both over the members of a group in round n, once all are there, after a first look; and those of u and v.
 
-    ALONE: a thread waits for its words by itself. To ask all threads after each look takes three barriers, but where there are
-    many words, waiting for one after another costs more, and so do looks that follow each other at once.
+    ALONE: a thread waits for its words by itself, where it has two at most. To ask all threads after each look takes three
+    barriers: measured, 0.95 to 1.00 of the time without up to 32 members of a channel, and no gain with more.
     """
     here = (gl.arange(0, BS, LANES) < S) & known
     stamp = epoch + n + 1

@@ -91,6 +91,9 @@ class Ranks:
         """Done with the others."""
         if self.own:
             dist.destroy_process_group()
+            # Gloo's threads outlive this. One that lets go of its last tensor while Python shuts down ends the process with
+            # SIGABRT, as was seen on a busy machine: it wants Python's lock, which it can have now.
+            time.sleep(0.5)
 
 
 class Signals:

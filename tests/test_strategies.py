@@ -52,9 +52,11 @@ def kept(strategy):
     known = {t.untyped_storage()._cdata for t in (*one.parameters(), *one.buffers())}
 
     def pack(t):
+        # With the node's own output, the node would hold itself for good.
+        t = t.detach()
         if t.untyped_storage()._cdata not in known:
             # Held, so that no other storage takes its place.
-            found[t.untyped_storage()._cdata] = t.detach()
+            found[t.untyped_storage()._cdata] = t
         return t
 
     x = torch.randn(2, C, 16, 16).requires_grad_() * 1

@@ -1065,6 +1065,14 @@ def test_the_variants_are_the_committed_measurement():
         f"{met(alone_before)} of them.",
     ):
         assert told in host, told
+
+    def on_cpu(code: str, layer: str) -> list[str]:
+        rows = [r for r in read("host-cpu-torch2.13.0.csv") if (r["code"], r["layer"]) == (code, layer)]
+        return [f"{statistics.median(float(r[us]) for r in rows):.1f}" for us in ("forward_us", "backward_us")]
+
+    (forward, backward), before = on_cpu("present", "InPlaceABN"), on_cpu("3890269", "InPlaceABN")
+    assert f"a layer takes {forward} µs forward and {backward} backward, where it took {' and '.join(before)};" in host
+    assert f"eager, with its arithmetic, {' and '.join(on_cpu('present', 'BatchNorm2d + LeakyReLU'))}." in host
     parts = {
         (r["chain"], r["candidate"]): r["forward_backward_us"]
         for r in read("hostparts-H200-torch2.11.0-triton3.6.0.csv")

@@ -513,6 +513,36 @@ def test_launches_are_described_to_those_who_listen(monkeypatch):
     assert built.told == [((6, 1, 1), 7, arguments)] and len(built.straight) == 1
 
 
+def test_launches_go_where_the_tensors_are(monkeypatch):
+    """Two GPUs, made up: the caller is on the first."""
+    kernels = pytest.importorskip("inplace_abn.kernels")
+    here, ran = [0], []
+
+    class Device:
+        def __init__(self, index):
+            self.index, self.before = index, here[0]
+
+        def __enter__(self):
+            here[0] = self.index
+
+        def __exit__(self, *_):
+            here[0] = self.before
+
+    x = torch.zeros(2, 3)
+    on_the = lambda i: SimpleNamespace(
+        is_cuda=True, device=i, get_device=lambda: i, data_ptr=x.data_ptr, shape=x.shape, stride=x.stride, dtype=x.dtype
+    )
+    made = kernels.launches.Launch(None, 1, 0, (0, 0), (), {}, {}, lambda stream, *_: ran.append((here[0], stream)))
+    monkeypatch.setattr(kernels.launches, "_prepare", lambda *_: made)
+    monkeypatch.setattr(kernels.launches, "LAUNCHES", {})
+    monkeypatch.setattr(kernels.launches, "_stream", lambda x: 10 + x.get_device())
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: here[0], raising=False)
+    for i in (0, 1, 0):
+        assert kernels.launches.launch(None, 1, 0, [on_the(i)], (), {})
+    assert ran == [(0, 10), (1, 11), (0, 10)] and here == [0]
+
+
 def test_residency_follows_registers_and_shared_memory():
     kernels = pytest.importorskip("inplace_abn.kernels")
     where = kernels.plans.Card(*H200)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,20 @@ from .library import Compiled, backend
 from .ranks import active_group
 from .recompute import Record, is_used
 
-__all__ = ["Settings", "active_group", "batch_norm_act", "check", "inplace_abn", "inplace_abn_sync", "keeping_x"]
+__all__ = [
+    "Settings",
+    "Vectors",
+    "active_group",
+    "check",
+    "check_fixed",
+    "in_place",
+    "in_steps",
+    "inplace_abn",
+    "inplace_abn_sync",
+    "keeping_x",
+    "settled",
+    "synchronised",
+]
 
 VARIANTS = ("I", "II")
 # Least magnitude of γ, unless the caller says otherwise.
@@ -32,6 +45,10 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # With INPLACE_ABN_DEBUG=1 the backward pass checks that z still holds the bits that forward wrote. Autograd itself misses writes
 # through .data; the check costs one read of z each way.
 DEBUG = os.environ.get("INPLACE_ABN_DEBUG", "0") not in ("", "0")
+
+
+# weight, bias, running_mean, running_var, num_batches_tracked.
+Vectors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 class Settings(NamedTuple):
@@ -44,7 +61,45 @@ class Settings(NamedTuple):
     a: float
     floor: float
     variant: str
-    overwrite: bool = True
+    overwrite: bool
+
+
+def settled(
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    activation: str | None,
+    activation_param: float,
+    floor: float = 0.0,
+    variant: str = VARIANTS[-1],
+    overwrite: bool = True,
+) -> Settings:
+    """The settings of a call, or an error if they cannot be right, whatever the input."""
+    # Of a layer they are the same at every call. Compilers look through no cache.
+    settle = _settled.__wrapped__ if torch.compiler.is_compiling() else _settled
+    return settle(training, momentum, eps, activation, float(activation_param), floor, variant, overwrite)
+
+
+@lru_cache(maxsize=1024)
+def _settled(
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    activation: str | None,
+    a: float,
+    floor: float,
+    variant: str,
+    overwrite: bool,
+) -> Settings:
+    phi, a = resolve(activation, a)
+    if not eps > 0:
+        raise ValueError(f"eps is {eps}; it must be positive, such as 1e-5")
+    if not floor >= 0:
+        raise ValueError(f"weight_floor is {floor}; it must not be negative")
+    if variant not in VARIANTS:
+        raise ValueError(f"variant {variant!r} is unknown; one of: {', '.join(VARIANTS)}")
+    # Nothing is divided by γ where x is kept.
+    return Settings(training, momentum, eps, phi, a, 0.0 if phi.inverse is None else floor, variant, overwrite)
 
 
 def inplace_abn(
@@ -113,27 +168,32 @@ def inplace_abn(
         >>> z is x
         True
     """
-    phi, a = resolve(activation, activation_param)
-    how = Settings(training, momentum, eps, phi, a, weight_floor, variant, overwrite)
-    check(x, weight, bias, running_mean, running_var, num_batches_tracked, how)
+    how = settled(training, momentum, eps, activation, activation_param, weight_floor, variant, overwrite)
+    return in_place(x, (weight, bias, running_mean, running_var, num_batches_tracked), how, residual, keep_x)
+
+
+def in_place(
+    x: Tensor, vectors: Vectors, how: Settings, residual: Tensor | None = None, keep_x: bool = False
+) -> Tensor:
+    """:func:`inplace_abn`, of what was settled before."""
+    check(x, vectors, how)
+    phi, weight, bias = how.phi, vectors[0], vectors[1]
     if residual is not None:
         residual = _checked_residual(residual, x)
-    keeps_x = keep_x or phi.inverse is None
     if phi.inverse is None:
-        how = how._replace(floor=0.0)
+        keep_x = True
         _warn_of_two_maps(phi)
     else:
-        warn_of_slope(phi, a, x.dtype)
-    vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
+        warn_of_slope(phi, how.a, x.dtype)
     if not _needs_graph(x, weight, bias, residual):
-        return _composite(x, *vectors, how, residual)
+        return _composite(x, vectors, how, residual)
     if is_traced():
-        if keeps_x or not training or not torch.compiler.is_dynamo_compiling() or is_exported():
-            return _composite(x, *vectors, how, residual)
-        rest = (momentum, eps, weight_floor, phi.name, a, variant)
+        if keep_x or not how.training or not torch.compiler.is_dynamo_compiling() or is_exported():
+            return _composite(x, vectors, how, residual)
+        rest = (how.momentum, how.eps, how.floor, phi.name, how.a, how.variant)
         traced: Tensor = Compiled.apply(x, weight, bias, residual, *vectors[2:], *rest)  # type: ignore[no-untyped-call]
         return traced
-    if keeps_x:
+    if keep_x:
         return keeping_x(x, vectors, how, residual)
     z: Tensor = _apply(x, weight, bias, residual, vectors[2:], how)
     return z
@@ -141,7 +201,7 @@ def inplace_abn(
 
 def keeping_x(
     x: Tensor,
-    vectors: tuple[Tensor | None, ...],
+    vectors: Vectors,
     how: Settings,
     residual: Tensor | None = None,
     group: Any = None,
@@ -200,31 +260,20 @@ def inplace_abn_sync(
 
     ``torch.compile`` breaks its graph here: the collectives run outside of it.
     """
-    if training and not ranks.is_on():
-        warn_once("inplace_abn_sync: torch.distributed is not initialised; statistics are those of this process alone")
-    if not training or ranks.size(group) == 1:
-        return inplace_abn(
-            x,
-            weight,
-            bias,
-            running_mean,
-            running_var,
-            training,
-            momentum,
-            eps,
-            activation,
-            activation_param,
-            variant=variant,
-            weight_floor=weight_floor,
-            num_batches_tracked=num_batches_tracked,
-            residual=residual,
-            keep_x=keep_x,
-            overwrite=overwrite,
-        )
-    phi, a = resolve(activation, activation_param)
-    how = Settings(training, momentum, eps, phi, a, weight_floor, variant, overwrite)
-    check(x, weight, bias, running_mean, running_var, num_batches_tracked, how, alone=False)
+    how = settled(training, momentum, eps, activation, activation_param, weight_floor, variant, overwrite)
     vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
+    return synchronised(x, vectors, how, group, residual, keep_x)
+
+
+def synchronised(
+    x: Tensor, vectors: Vectors, how: Settings, group: Any, residual: Tensor | None = None, keep_x: bool = False
+) -> Tensor:
+    """:func:`inplace_abn_sync`, of what was settled before."""
+    if how.training and not ranks.is_on():
+        warn_once("inplace_abn_sync: torch.distributed is not initialised; statistics are those of this process alone")
+    if not how.training or ranks.size(group) == 1:
+        return in_place(x, vectors, how, residual, keep_x)
+    check(x, vectors, how, alone=False)
     if residual is not None:
         residual = _checked_residual(residual, x)
     # Without gradients nobody expects x to change; a tensor without history is not overwritten.
@@ -234,14 +283,13 @@ def inplace_abn_sync(
 # Not torch.compiler.disable, which imports the whole compiler at once.
 @_disable_dynamo
 def _synchronised(
-    x: Tensor, vectors: tuple[Tensor | None, ...], how: Settings, group: Any, residual: Tensor | None, keep_x: bool
+    x: Tensor, vectors: Vectors, how: Settings, group: Any, residual: Tensor | None, keep_x: bool
 ) -> Tensor:
     """A training call of several ranks."""
     # Gives every rank a backward pass to take part in, even one with nothing to learn.
     anchor = x.new_zeros(0, requires_grad=True)
     if how.phi.inverse is None:
         _warn_of_two_maps(how.phi)
-        how = how._replace(floor=0.0)
     else:
         warn_of_slope(how.phi, how.a, x.dtype)
     if keep_x or how.phi.inverse is None:
@@ -250,27 +298,12 @@ def _synchronised(
     return z
 
 
-def batch_norm_act(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float | None,
-    eps: float,
-    activation: str | None,
-    activation_param: float,
-    num_batches_tracked: Tensor | None,
-    residual: Tensor | None = None,
-) -> Tensor:
+def in_steps(x: Tensor, vectors: Vectors, how: Settings, residual: Tensor | None = None) -> Tensor:
     """``batch_norm`` and then the activation, as two steps of torch: what :class:`inplace_abn.ABN` computes."""
-    phi, a = resolve(activation, activation_param)
-    how = Settings(training, momentum, eps, phi, a, 0.0, "II")
-    check(x, weight, bias, running_mean, running_var, num_batches_tracked, how)
+    check(x, vectors, how)
     if residual is not None:
         residual = _checked_residual(residual, x)
-    return _composite(x, weight, bias, running_mean, running_var, num_batches_tracked, how, residual)
+    return _composite(x, vectors, how, residual)
 
 
 class InPlaceABN(torch.autograd.Function):
@@ -283,7 +316,7 @@ class InPlaceABN(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         residual: Tensor | None,
-        buffers: tuple[Tensor | None, ...],
+        buffers: tuple[Tensor | None, Tensor | None, Tensor | None],
         how: Settings,
         group: Any = None,
         anchor: Tensor | None = None,
@@ -484,17 +517,10 @@ def _moments_of_all(z: Tensor, ops: Any, group: Any) -> tuple[Tensor, Tensor, Te
     return mean, var, total
 
 
-def _composite(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    how: Settings,
-    residual: Tensor | None,
-) -> Tensor:
+def _composite(x: Tensor, vectors: Vectors, how: Settings, residual: Tensor | None) -> Tensor:
     """The same function out of torch's own differentiable steps, which keep x and z."""
+
+    weight, bias, running_mean, running_var, num_batches_tracked = vectors
 
     def act(y: Tensor) -> Tensor:
         return how.phi.plain(y if residual is None else y + residual, how.a)
@@ -563,38 +589,21 @@ def _share_memory(x: Tensor, residual: Tensor) -> bool:
     return x.untyped_storage().data_ptr() == residual.untyped_storage().data_ptr()
 
 
-def check(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    how: Settings,
-    alone: bool = True,
-) -> None:
+def check(x: Tensor, vectors: Vectors, how: Settings, alone: bool = True) -> None:
     """Raise before anything is written if the call cannot be right."""
-    if x.layout != torch.strided or x.dtype not in DTYPES:
+    shape, device, dtype = x.shape, x.device, x.dtype
+    if x.layout != torch.strided or dtype not in DTYPES:
         names = ", ".join(str(dtype) for dtype in DTYPES)
-        raise TypeError(f"x is {x.layout} {x.dtype}; it must be a dense tensor of {names}: convert it, as by x.float()")
-    if x.dim() < 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it needs at least two dimensions, (N, C) or (N, C, …)")
-    channels, device, dtype = x.shape[1], x.device, x.dtype
-    for i, v in enumerate((weight, bias, running_mean, running_var)):
-        if v is None or (
+        raise TypeError(f"x is {x.layout} {dtype}; it must be a dense tensor of {names}: convert it, as by x.float()")
+    if len(shape) < 2:
+        raise ValueError(f"x has shape {tuple(shape)}; it needs at least two dimensions, (N, C) or (N, C, …)")
+    channels = shape[1]
+    weight, bias, running_mean, running_var, counter = vectors
+    for v in (weight, bias, running_mean, running_var):
+        if v is not None and not (
             v.shape == (channels,) and v.device == device and (v.dtype == dtype or v.dtype == torch.float32)
         ):
-            continue
-        name = ("weight", "bias", "running_mean", "running_var")[i]
-        if v.shape != (channels,):
-            raise ValueError(
-                f"{name} has shape {tuple(v.shape)}, but x of shape {tuple(x.shape)} has {channels} channels "
-                "(dimension 1); build the layer with that num_features"
-            )
-        if v.device != device:
-            raise ValueError(f"{name} is on {v.device} and x on {device}; move both to one device")
-        raise TypeError(f"{name} is {v.dtype} and x {dtype}; keep {name} in float32 or in x's dtype")
-    counter = num_batches_tracked
+            _refuse(v, x, vectors)
     if counter is not None and (counter.device != device or counter.dtype != torch.int64):
         raise ValueError(
             f"num_batches_tracked is {counter.dtype} on {counter.device}; it must be torch.int64 on {device}, where x is: "
@@ -602,33 +611,44 @@ def check(
         )
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean and running_var belong together: give both or neither")
-    if not how.training and running_mean is None:
-        raise ValueError("training=False needs running_mean and running_var")
-    if how.training and alone and x.numel() <= channels:
+    if weight is None and bias is not None:
+        check_fixed(how.phi)
+    if not how.training:
+        if running_mean is None:
+            raise ValueError("training=False needs running_mean and running_var")
+        return
+    if alone and x.numel() <= channels:
         raise ValueError(
-            f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}; "
+            f"Expected more than 1 value per channel when training, got input size {tuple(shape)}; "
             "use a larger batch, or the layer in eval mode"
         )
-    if how.training and running_mean is not None:
-        if how.momentum is None and num_batches_tracked is None:
+    if running_mean is not None:
+        if how.momentum is None and counter is None:
             raise ValueError("momentum=None averages over all batches and needs num_batches_tracked to count them")
-        if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()) and running_mean.is_inference():
+        if not torch.compiler.is_compiling() and running_mean.is_inference() and not torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "running_mean was made under torch.inference_mode and cannot be moved outside of it; build the layer outside, "
                 "or copy its state into one that was"
             )
-    check_options(how.phi, how.eps, how.floor, how.variant, weight is None and bias is not None)
 
 
-def check_options(phi: Activation, eps: float, floor: float, variant: str, gamma_is_one: bool) -> None:
-    """Raise if the settings cannot be right, whatever the input."""
-    if not eps > 0:
-        raise ValueError(f"eps is {eps}; it must be positive, such as 1e-5")
-    if not floor >= 0:
-        raise ValueError(f"weight_floor is {floor}; it must not be negative")
-    if variant not in VARIANTS:
-        raise ValueError(f"variant {variant!r} is unknown; one of: {', '.join(VARIANTS)}")
-    if gamma_is_one and not phi.scale_covariant:
+def _refuse(v: Tensor, x: Tensor, vectors: Vectors) -> None:
+    """Say which of the vectors v is, and why it does not go with x."""
+    name = ("weight", "bias", "running_mean", "running_var")[[v is other for other in vectors].index(True)]
+    channels = x.shape[1]
+    if v.shape != (channels,):
+        raise ValueError(
+            f"{name} has shape {tuple(v.shape)}, but x of shape {tuple(x.shape)} has {channels} channels "
+            "(dimension 1); build the layer with that num_features"
+        )
+    if v.device != x.device:
+        raise ValueError(f"{name} is on {v.device} and x on {x.device}; move both to one device")
+    raise TypeError(f"{name} is {v.dtype} and x {x.dtype}; keep {name} in float32 or in x's dtype")
+
+
+def check_fixed(phi: Activation) -> None:
+    """Raise if γ cannot be fixed to 1 in front of φ."""
+    if not phi.scale_covariant:
         raise ValueError(
             f"γ is fixed to 1 (affine='bias'), but {phi.name} is not scale-covariant, so the next convolution "
             "cannot take γ over; use affine=True"

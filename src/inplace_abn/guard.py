@@ -86,7 +86,8 @@ class Guard:
     def decides(self, layer: nn.Module, x: Tensor, residual: Tensor | None) -> bool:
         """Whether this forward keeps x."""
         now = _known(layer, x.dtype)
-        self.saw_residual = self.saw_residual or residual is not None
+        if residual is not None:
+            self.saw_residual = True
         if self.keeps_x is not None and now == self.known and (self.steps + 1) % EVERY:
             self.steps += 1
             return self.keeps_x
@@ -160,9 +161,13 @@ def _known(layer: nn.Module, dtype: torch.dtype) -> Known:
 
 def _identity(v: Tensor | None) -> tuple[int, int]:
     # What is computed (parametrizations, FSDP's views, functional_call) is new every time, and looked at by count alone.
-    if v is None or not (type(v) is nn.Parameter or isinstance(v, nn.Parameter)) or v.is_inference():
+    if v is None or not (type(v) is nn.Parameter or isinstance(v, nn.Parameter)):
         return 0, 0
-    return id(v), v._version
+    try:
+        return id(v), v._version
+    except RuntimeError:
+        # Made under inference mode, where versions are not counted. Quicker than to ask.
+        return 0, 0
 
 
 # By parameter, the layers that have decided. What an optimizer does to it is no reason to look again at once.

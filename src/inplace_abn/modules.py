@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import guard
 from .activations import SLOPE, named, resolve, warn
 from .context import is_traced
-from .functions import VARIANTS, WEIGHT_FLOOR, batch_norm_act, check_options, inplace_abn, inplace_abn_sync
+from .functions import WEIGHT_FLOOR, Settings, Vectors, check_fixed, in_place, in_steps, settled, synchronised
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync", "convert_sync", "set_active_group"]
 
@@ -84,8 +84,9 @@ class ABN(nn.Module):
         if isinstance(affine, str) and affine != "bias":
             raise ValueError(f"affine is {affine!r}; it is True, False or 'bias'")
         affine = affine if affine == "bias" else bool(affine)
-        phi, _ = resolve(activation, activation_param)
-        check_options(phi, eps, 0.0, VARIANTS[0], affine == "bias")
+        phi = settled(True, momentum, eps, activation, activation_param).phi
+        if affine == "bias":
+            check_fixed(phi)
         self.num_features = num_features
         self.eps = eps
         self.momentum = momentum
@@ -117,28 +118,25 @@ class ABN(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def _arguments(self) -> dict[str, Any]:
+    def _vectors(self) -> Vectors:
         """What the functions take beside x; batch statistics serve where there are no running ones."""
         # A module's attributes are slow to find, so straight from where they are; a parametrized weight is a property.
         parameters, buffers = self._parameters, self._buffers
-        training, mean = self.training, buffers["running_mean"]
-        tracked = not training or self.track_running_stats
-        return {
-            "weight": parameters["weight"] if "weight" in parameters else self.weight,  # noqa: SIM401
-            "bias": parameters["bias"] if "bias" in parameters else self.bias,  # noqa: SIM401
-            "running_mean": mean if tracked else None,
-            "running_var": buffers["running_var"] if tracked else None,
-            "training": training or mean is None,
-            "momentum": self.momentum,
-            "eps": self.eps,
-            "activation": self.activation,
-            "activation_param": self.activation_param,
-            "num_batches_tracked": buffers["num_batches_tracked"],
-        }
+        weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
+        mean, var, counter = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
+        if self.training and not self.track_running_stats:
+            mean = var = None
+        return weight, bias, mean, var, counter
+
+    def _settings(self, *inverting: Any) -> Settings:
+        """What the functions are asked to do; with what only those know that invert."""
+        by_batch = self.training or self._buffers["running_mean"] is None
+        return settled(by_batch, self.momentum, self.eps, self.activation, self.activation_param, *inverting)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, *, overwrite: bool = True) -> Tensor:
         """Z = φ(BN(x)), or φ(BN(x) + residual): a new tensor, whatever ``overwrite`` says."""
-        return batch_norm_act(x, **self._arguments(), residual=residual)
+        return in_steps(x, self._vectors(), self._settings(), residual)
 
     def extra_repr(self) -> str:
         """What the layer was built with."""
@@ -221,23 +219,18 @@ class InPlaceABN(ABN):
             device=device,
             dtype=dtype,
         )
-        check_options(resolve(self.activation, self.activation_param)[0], eps, weight_floor, variant, False)
         self.variant = variant
         self.weight_floor = weight_floor
-
-    def _arguments(self) -> dict[str, Any]:
-        arguments = super()._arguments()
-        arguments["variant"] = self.variant
-        arguments["weight_floor"] = self.weight_floor
-        return arguments
+        # An error if there is anything wrong with these.
+        self._settings(weight_floor, variant)
 
     def is_invertible(self) -> bool:
         """Whether φ has an inverse."""
         return resolve(self.activation, self.activation_param)[0].inverse is not None
 
-    def keeps_x(self, x: Tensor, residual: Tensor | None) -> bool:
+    def _keeps_x(self, x: Tensor, residual: Tensor | None, how: Settings) -> bool:
         """Whether a forward pass keeps x because z would not give x̂ back well enough; see :mod:`inplace_abn.guard`."""
-        if not (torch.is_grad_enabled() and self.is_invertible()):
+        if how.phi.inverse is None or not torch.is_grad_enabled():
             return False
         if is_traced():
             # Compiled and transformed code can neither look at numbers nor change the layer: what was decided before holds.
@@ -250,8 +243,8 @@ class InPlaceABN(ABN):
 
         ``overwrite=False`` is for an x that has another reader: it stays as it is, and no more is kept.
         """
-        keep_x = self.keeps_x(x, residual)
-        return inplace_abn(x, **self._arguments(), residual=residual, keep_x=keep_x, overwrite=overwrite)
+        how = self._settings(self.weight_floor, self.variant, overwrite)
+        return in_place(x, self._vectors(), how, residual, self._keeps_x(x, residual, how))
 
     def extra_repr(self) -> str:
         """What the layer was built with."""
@@ -290,8 +283,8 @@ class InPlaceABNSync(InPlaceABN):
         if not self.training:
             # Without running statistics these are the batch's own, and still nobody else's business.
             return super().forward(x, residual, overwrite=overwrite)
-        own: dict[str, Any] = {"residual": residual, "keep_x": self.keeps_x(x, residual), "overwrite": overwrite}
-        return inplace_abn_sync(x, **self._arguments(), group=self.group, **own)
+        how = self._settings(self.weight_floor, self.variant, overwrite)
+        return synchronised(x, self._vectors(), how, self.group, residual, self._keeps_x(x, residual, how))
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot be stored.

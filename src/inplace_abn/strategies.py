@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from .activations import resolve
 from .context import may_overwrite, recomputing
-from .functions import Settings, check, keeping_x
+from .functions import Settings, Vectors, check, keeping_x, settled
 from .library import backend
 from .modules import ABN, InPlaceABN
 from .recompute import Record, recompute
@@ -67,13 +67,12 @@ class BNActConv(nn.Module):
         if not norm.training or not torch.is_grad_enabled() or self.strategy.startswith("inplace"):
             z = norm(x)
         else:
-            phi, a = resolve(norm.activation, norm.activation_param)
-            how = Settings(True, norm.momentum, norm.eps, phi, a, 0.0, "I")
+            how = settled(True, norm.momentum, norm.eps, norm.activation, norm.activation_param, variant="I")
             buffers: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
             if norm.track_running_stats:
                 buffers = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
             vectors = (norm.weight, norm.bias, *buffers)
-            check(x, *vectors, how)
+            check(x, vectors, how)
             z = _RUN[self.strategy](x, vectors, how)
         out: Tensor = self.conv(z)
         return out
@@ -83,7 +82,7 @@ class BNActConv(nn.Module):
         return self.strategy
 
 
-def _standard(x: Tensor, vectors: tuple[Tensor | None, ...], how: Settings) -> Tensor:
+def _standard(x: Tensor, vectors: Vectors, how: Settings) -> Tensor:
     """Torch's batch norm and φ, in place on y."""
     weight, bias, running_mean, running_var, tracked = vectors
     momentum = how.momentum
@@ -98,7 +97,7 @@ def _standard(x: Tensor, vectors: tuple[Tensor | None, ...], how: Settings) -> T
     )
 
 
-def _keeping_xhat(x: Tensor, vectors: tuple[Tensor | None, ...], how: Settings) -> Tensor:
+def _keeping_xhat(x: Tensor, vectors: Vectors, how: Settings) -> Tensor:
     """A new z, with x̂ over x, from which z can be had again."""
     record = Record(partial(_from_xhat, how))
     z: Tensor

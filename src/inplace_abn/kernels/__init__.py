@@ -139,8 +139,7 @@ def _transform_(
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
     """Mean and biased variance of every channel, and the count m of values in each."""
-    with launches.on(x):
-        mean, var, _ = _moments(x, 1.0)
+    mean, var, _ = _moments(x, 1.0)
     return mean, var, x.numel() // x.shape[1]
 
 
@@ -157,8 +156,7 @@ def normalize_(
     out: Tensor | None = None,
 ) -> None:
     """Overwrite x, or fill ``out``, laid out as x, with z = φ(γ·(x − mean)·invstd + β [+ r])."""
-    with launches.on(x):
-        _transform_(x, mean, invstd, weight, bias, None, floor, phi, a, residual, out)
+    _transform_(x, mean, invstd, weight, bias, None, floor, phi, a, residual, out)
 
 
 def normalize_batch_(
@@ -177,17 +175,16 @@ def normalize_batch_(
 ) -> Tensor:
     """Overwrite x with z from the batch's own statistics, move the running ones, return invstd."""
     tracked, dense, momentum = _to_move(running_mean, running_var, num_batches_tracked, momentum)
-    with launches.on(x):
-        invstd = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
-        means, variances = dense or (invstd, invstd)
-        r = x if residual is None else _as(residual, x)
-        tensors = [x, r, _vector(weight, invstd), _vector(bias, invstd), invstd, means, variances]
-        has = tracked is not None, weight is not None, bias is not None, residual is not None
-        flags = _forward_flags(dense is not None, momentum is None, *has, phi)
-        tensors.append(invstd if tracked is None else tracked)
-        if not launches.launch(device.forward_kernel, 2, 1, tensors, (momentum or 0.0, eps, floor, a), flags):
-            mean, _, invstd = _moments(x, eps, dense, tracked, momentum)
-            _transform_(x, mean, invstd, weight, bias, tracked, floor, phi, a, r if residual is not None else None)
+    invstd = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
+    means, variances = dense or (invstd, invstd)
+    r = x if residual is None else _as(residual, x)
+    tensors = [x, r, _vector(weight, invstd), _vector(bias, invstd), invstd, means, variances]
+    has = tracked is not None, weight is not None, bias is not None, residual is not None
+    flags = _forward_flags(dense is not None, momentum is None, *has, phi)
+    tensors.append(invstd if tracked is None else tracked)
+    if not launches.launch(device.forward_kernel, 2, 1, tensors, (momentum or 0.0, eps, floor, a), flags):
+        mean, _, invstd = _moments(x, eps, dense, tracked, momentum)
+        _transform_(x, mean, invstd, weight, bias, tracked, floor, phi, a, r if residual is not None else None)
     _have_moved(running_mean, running_var, tracked, dense)
     return invstd
 
@@ -234,10 +231,9 @@ def normalize_batch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A new z from the batch's own statistics, which leaves x as it is; mean and invstd. Moves the running statistics."""
     tracked, dense, momentum = _to_move(running_mean, running_var, num_batches_tracked, momentum)
-    with launches.on(x):
-        z = _like(x)
-        mean, _, invstd = _moments(x, eps, dense, tracked, momentum)
-        _transform_(x, mean, invstd, weight, bias, tracked, floor, phi, a, residual, z)
+    z = _like(x)
+    mean, _, invstd = _moments(x, eps, dense, tracked, momentum)
+    _transform_(x, mean, invstd, weight, bias, tracked, floor, phi, a, residual, z)
     _have_moved(running_mean, running_var, tracked, dense)
     return z, mean, invstd
 
@@ -257,12 +253,11 @@ def sums(
 ) -> tuple[Tensor, Tensor]:
     """∑ dy (which is dβ) and ∑ dy·x̂ (which is dγ) of every channel."""
     sum_dy, sum_dy_xhat = (torch.empty(z.shape[1], dtype=torch.float32, device=z.device) for _ in range(2))
-    with launches.on(z):
-        maps = [_as(dz, z), z, z if residual is None else _as(residual, z)]
-        vectors = [*(_vector(v, sum_dy) for v in (weight, bias, mean, invstd)), sum_dy, sum_dy_xhat]
-        has = weight is not None, bias is not None, residual is not None, mean is not None, isinstance(mean, float)
-        flags = _backward_flags(*has, phi, variant)
-        launches.launch(device.sums_kernel, 3, 0, maps + vectors, (floor, a), flags)
+    maps = [_as(dz, z), z, z if residual is None else _as(residual, z)]
+    vectors = [*(_vector(v, sum_dy) for v in (weight, bias, mean, invstd)), sum_dy, sum_dy_xhat]
+    has = weight is not None, bias is not None, residual is not None, mean is not None, isinstance(mean, float)
+    flags = _backward_flags(*has, phi, variant)
+    launches.launch(device.sums_kernel, 3, 0, maps + vectors, (floor, a), flags)
     return sum_dy, sum_dy_xhat
 
 
@@ -285,12 +280,11 @@ def input_grad(
 ) -> Tensor:
     """dx, in a new buffer laid out as z. Sums of None mean fixed statistics, and then dx = γ·invstd·dy."""
     dx = _like(z)
-    with launches.on(z):
-        maps = [_as(dz, z), z, z if residual is None else _as(residual, z), dx, dx if dr is None else dr]
-        vectors = [_vector(v, invstd) for v in (weight, bias, mean, invstd, sum_dy, sum_dy_xhat)]
-        has = weight is not None, bias is not None, residual is not None, mean is not None, isinstance(mean, float)
-        flags = _backward_flags(*has, phi, variant, dr is not None, sum_dy is None)
-        launches.launch(device.input_grad_kernel, 5, 0, maps + vectors, (max(count, 1), floor, a), flags)
+    maps = [_as(dz, z), z, z if residual is None else _as(residual, z), dx, dx if dr is None else dr]
+    vectors = [_vector(v, invstd) for v in (weight, bias, mean, invstd, sum_dy, sum_dy_xhat)]
+    has = weight is not None, bias is not None, residual is not None, mean is not None, isinstance(mean, float)
+    flags = _backward_flags(*has, phi, variant, dr is not None, sum_dy is None)
+    launches.launch(device.input_grad_kernel, 5, 0, maps + vectors, (max(count, 1), floor, a), flags)
     return dx
 
 
@@ -328,15 +322,14 @@ def input_grad_batch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dγ, dβ of a local batch."""
     r = None if residual is None else _as(residual, z)
-    with launches.on(z):
-        dz, dx, sum_dy, sum_dy_xhat = _as(dz, z), _like(z), torch.empty_like(invstd), torch.empty_like(invstd)
-        maps = [dz, z, z if r is None else r, dx, dx if dr is None else dr]
-        vectors = [_vector(weight, invstd), _vector(bias, invstd), _vector(mean, invstd), invstd, sum_dy, sum_dy_xhat]
-        has = weight is not None, bias is not None, r is not None, mean is not None, isinstance(mean, float)
-        flags = _backward_flags(*has, phi, variant, dr is not None)
-        twice = 2 if r is None else 3
-        if launches.launch(device.backward_kernel, 5, twice, maps + vectors, (floor, a), flags):
-            return dx, sum_dy_xhat, sum_dy
+    dz, dx, sum_dy, sum_dy_xhat = _as(dz, z), _like(z), torch.empty_like(invstd), torch.empty_like(invstd)
+    maps = [dz, z, z if r is None else r, dx, dx if dr is None else dr]
+    vectors = [_vector(weight, invstd), _vector(bias, invstd), _vector(mean, invstd), invstd, sum_dy, sum_dy_xhat]
+    has = weight is not None, bias is not None, r is not None, mean is not None, isinstance(mean, float)
+    flags = _backward_flags(*has, phi, variant, dr is not None)
+    twice = 2 if r is None else 3
+    if launches.launch(device.backward_kernel, 5, twice, maps + vectors, (floor, a), flags):
+        return dx, sum_dy_xhat, sum_dy
     # Not beside those of the verbs.
     del dx, maps, sum_dy, sum_dy_xhat, vectors
     rest = (floor, phi, a, variant, r)

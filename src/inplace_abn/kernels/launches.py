@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -93,14 +92,6 @@ def _to_stay(make: Callable[..., tuple[Tensor, Tensor]], where: torch.device, *s
         return other.submit(there).result()
 
 
-HERE = nullcontext()
-
-
-def on(x: Tensor) -> AbstractContextManager[Any]:
-    """Launches go to the current device: make it x's."""
-    return HERE if not x.is_cuda or torch._C._cuda_getDevice() == x.get_device() else torch.cuda.device(x.device)
-
-
 # By what a call looks like; None where the card cannot hold a team.
 LAUNCHES: dict[tuple[Any, ...], Launch | None] = {}
 # The flags that keys of these name by identity.
@@ -116,6 +107,10 @@ def launch(
     is to find in the cache the second time; 0 for the kernels whose members do not wait. Flags come out of a cache.
     """
     x = tensors[0]
+    if x.is_cuda and torch._C._cuda_getDevice() != x.get_device():
+        # It would run where the caller is, not where its tensors are.
+        with torch.cuda.device(x.device):
+            return launch(kernel, maps, twice, tensors, floats, flags)
     pointers = [t.data_ptr() for t in tensors]
     aligned = straight = not reduce(or_, pointers) % 16
     if not straight:

@@ -320,10 +320,14 @@ def test_one_signal_that_arrives_twice_is_one(monkeypatch):
 # Signals and kills, from outside.
 
 
-def command(folder: Path, *more: str, ranks: int = 0, restarts: int = 0, changes: Sequence[str] = ()) -> list[str]:
+def interpreter(ranks: int = 0, restarts: int = 0) -> list[str]:
     spread = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    return [sys.executable, *(spread if ranks else []), "-m", "inplace_abn.cli"]
+
+
+def command(folder: Path, *more: str, ranks: int = 0, restarts: int = 0, changes: Sequence[str] = ()) -> list[str]:
     sets = [part for change in [*TINY, *changes] for part in ("--set", change)]
-    start = [sys.executable, *(spread if ranks else []), "-m", "inplace_abn.cli", "train", "embedded-classify"]
+    start = [*interpreter(ranks, restarts), "train", "embedded-classify"]
     return [*start, "--device", "cpu", "--out", str(folder), *sets, *more]
 
 
@@ -332,9 +336,11 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def finish(folder: Path, *more: str, **options) -> subprocess.CompletedProcess:
-    done = subprocess.run(
-        command(folder, *more, **options), env=environment(), capture_output=True, text=True, timeout=250
-    )
+    return ended(command(folder, *more, **options))
+
+
+def ended(words: list[str]) -> subprocess.CompletedProcess:
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -425,6 +431,14 @@ def test_two_ranks_with_synchronised_norms_are_one_process(tmp_path):
     for a, b in zip(log(tmp_path / "one"), log(tmp_path / "two"), strict=True):
         assert a.keys() == b.keys()
         assert all(a[k] == pytest.approx(b[k], rel=rounding) for k in a)
+    # Two ranks share what is evaluated, and one of them tells the scores.
+    scores = tmp_path / "scores.json"
+    said = ended([*interpreter(2), "evaluate", str(tmp_path / "two"), "--device", "cpu", "--json", str(scores)]).stdout
+    assert said.count("top1") == 1
+    logged = log(tmp_path / "two")[-1]
+    assert all(
+        value == pytest.approx(logged[name], rel=rounding) for name, value in json.loads(scores.read_text()).items()
+    )
 
 
 def test_torchrun_restarts_after_a_killed_rank(tmp_path):

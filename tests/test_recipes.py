@@ -981,6 +981,12 @@ def test_segmentation_from_training_to_prediction(tmp_path, capsys, monkeypatch)
         assert torch.equal(torch.frombuffer(bytearray(raw.tobytes()), dtype=torch.uint8), ids)
         assert min(sure.getextrema()) >= 255 // len(CLASSES)
     images = str(tmp_path / "images")
+    with monkeypatch.context() as second:
+        # One of two processes that torchrun started.
+        second.setenv("WORLD_SIZE", "2")
+        second.setenv("RANK", "1")
+        assert main(["predict", str(folder), images, str(tmp_path / "share"), *options]) == 0
+    assert [path.name for path in (tmp_path / "share").iterdir()] == ["1.png"]
     assert main(["predict", str(folder), images, images]) == 1
     assert torch.equal(read_image(tmp_path / "images" / "0.png"), picture(0, (20, 30)))
     png(tmp_path / "images" / "0.bmp", picture())

@@ -461,15 +461,18 @@ def evaluate(given: argparse.Namespace) -> None:
 
     try:
         scales = _scales(given.scales)
-        ranks = processes.Ranks(_device(given.device))
-        config, model, _ = evaluation.restored(given.run, task_of, ranks.device, change)
-        task = task_of(config, given.view, scales, given.flip)
-        val = task.samples(config, "val")
-        scores = evaluation.evaluate(config, task, model, val, ranks)
+        with processes.Ranks(_device(given.device)) as ranks:
+            config, model, _ = evaluation.restored(given.run, task_of, ranks.device, change)
+            task = task_of(config, given.view, scales, given.flip)
+            val = task.samples(config, "val")
+            scores = evaluation.evaluate(config, task, model, val, ranks)
     except (ValueError, OSError, ImportError) as error:
         raise Mistake(_plainly(error)) from error
+    if ranks.rank:
+        # The first one speaks for all.
+        return
     _print_scores(scores)
-    shown = evaluation.picture(config, task, model, val, ranks.device) if processes.rank() == 0 else None
+    shown = evaluation.picture(config, task, model, val, ranks.device)
     if shown is not None:
         write_png(shown, given.run / "evaluation.png")
         print(given.run / "evaluation.png")
@@ -497,7 +500,8 @@ def predict(given: argparse.Namespace) -> None:
 
     try:
         scales = _scales(given.scales)
-        device = processes.Ranks(_device(given.device)).device
+        # Files are shared among ranks, which have nothing to tell each other.
+        rank, count, device = processes.rank(), processes.world_size(), processes.own_device(_device(given.device))
         predictor = prediction.load(given.source, given.vistas, device)
         if given.longest is not None:
             predictor.longest, predictor.smallest = given.longest, 0
@@ -511,7 +515,8 @@ def predict(given: argparse.Namespace) -> None:
             raise ValueError("--tile and --longest are numbers of pixels, 0 for none; tiles are multiples of 32")
         given.out.mkdir(parents=True, exist_ok=True)
         task = Segmentation(given.tile)
-        for path in track(paths, description="predicting", disable=not sys.stderr.isatty()):
+        paths = paths[rank::count]
+        for path in track(paths, description="predicting", disable=bool(rank) or not sys.stderr.isatty()):
             classes, sure = predictor(path, scales, given.flip, given.fusion, task)
             prediction.write(given.out / path.stem, classes, sure, given.output, predictor.labels)
     except (ValueError, OSError, ImportError) as error:

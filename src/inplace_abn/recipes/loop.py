@@ -52,13 +52,9 @@ def train(
         device: None for a GPU where there is one.
         tell: gets lines of progress; None prints them, or a bar on a terminal.
     """
-    ranks = Ranks(device)
-    try:
-        with Signals() as signals:
-            run = Run(config, task, folder, resume, ranks, tell)
-            return run.finish(signals)
-    finally:
-        ranks.leave()
+    with Ranks(device) as ranks, Signals() as signals:
+        run = Run(config, task, folder, resume, ranks, tell)
+        return run.finish(signals)
 
 
 def opened(config: Config, folder: Path, resume: bool, ranks: Ranks) -> dict[str, Any] | None:

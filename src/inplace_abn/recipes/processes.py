@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["Ranks", "Signals", "Stopped", "rank", "world_size"]
+__all__ = ["Ranks", "Signals", "Stopped", "own_device", "rank", "world_size"]
 
 
 class Stopped(SystemExit):
@@ -33,21 +33,25 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def own_device(device: torch.device | None) -> torch.device:
+    """This process's share of a kind of device; None for a GPU where there is one."""
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device}: there is no GPU here, or torch cannot use it")
+    if device.type == "cuda" and device.index is None:
+        # More processes than GPUs share them.
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    return device
+
+
 class Ranks:
-    """The processes of a run: this one alone, or those that torchrun started."""
+    """The processes of a run: this one alone, or those that torchrun started; ``with`` them, as they are to part."""
 
     def __init__(self, device: torch.device | None) -> None:
         self.count, self.rank = world_size(), rank()
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        if device is None:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device {device}: there is no GPU here, or torch cannot use it")
-        if device.type == "cuda" and device.index is None:
-            # More processes than GPUs share them.
-            device = torch.device("cuda", local % torch.cuda.device_count())
-            torch.cuda.set_device(device)
-        self.device = device
+        self.device = device = own_device(device)
         self.control: Any = None
         self.own = False
         if self.count > 1:
@@ -87,8 +91,10 @@ class Ranks:
         dist.all_gather_object(every, value, group=self.control)
         return [item for part in every for item in part]
 
-    def leave(self) -> None:
-        """Done with the others."""
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         if self.own:
             dist.destroy_process_group()
             # Gloo's threads outlive this. One that lets go of its last tensor while Python shuts down ends the process with

@@ -528,14 +528,21 @@ def test_launches_go_where_the_tensors_are(monkeypatch):
         def __exit__(self, *_):
             here[0] = self.before
 
-    x = torch.zeros(2, 3)
-    on_the = lambda i: SimpleNamespace(
-        is_cuda=True, device=i, get_device=lambda: i, data_ptr=x.data_ptr, shape=x.shape, stride=x.stride, dtype=x.dtype
-    )
+    class There(torch.Tensor):
+        is_cuda = True
+
+        def get_device(self):
+            return self.index
+
+    def on_the(i):
+        x = torch.zeros(2, 3).as_subclass(There)
+        x.index = i
+        return x
+
     made = kernels.launches.Launch(None, 1, 0, (0, 0), (), {}, {}, lambda stream, *_: ran.append((here[0], stream)))
     monkeypatch.setattr(kernels.launches, "_prepare", lambda *_: made)
     monkeypatch.setattr(kernels.launches, "LAUNCHES", {})
-    monkeypatch.setattr(kernels.launches, "_stream", lambda x: 10 + x.get_device())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: 10 + i, raising=False)
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: here[0], raising=False)
     for i in (0, 1, 0):

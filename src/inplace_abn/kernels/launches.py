@@ -41,10 +41,6 @@ def _capturing(x: Tensor) -> bool:
     return x.is_cuda and torch._C._cuda_isCurrentStreamCapturing()
 
 
-def _stream(x: Tensor) -> int:
-    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
-
-
 # By device and stream, since launches on two streams may overlap. Zero at first; every launch leaves them fit for the next.
 WORDS: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
@@ -107,16 +103,18 @@ def launch(
     is to find in the cache the second time; 0 for the kernels whose members do not wait. Flags come out of a cache.
     """
     x = tensors[0]
-    if x.is_cuda and torch._C._cuda_getDevice() != x.get_device():
+    # None on a CPU, where kernels are interpreted.
+    gpu = x.get_device() if x.is_cuda else None
+    if gpu is not None and torch._C._cuda_getDevice() != gpu:
         # It would run where the caller is, not where its tensors are.
-        with torch.cuda.device(x.device):
+        with torch.cuda.device(gpu):
             return launch(kernel, maps, twice, tensors, floats, flags)
-    pointers = [t.data_ptr() for t in tensors]
+    pointers = [*map(Tensor.data_ptr, tensors)]
     aligned = straight = not reduce(or_, pointers) % 16
     if not straight:
         aligned = not reduce(or_, pointers[:maps]) % 16
     # All that a plan depends on, or that is compiled into a kernel. By identity what stays: it is quicker than by contents.
-    key = (id(kernel), id(flags), x.shape, x.stride(), x.device, aligned, x.dtype, *[t.dtype for t in tensors[maps:]])
+    key = (id(kernel), id(flags), x.shape, x.stride(), gpu, aligned, x.dtype, *[t.dtype for t in tensors[maps:]])
     try:
         found = LAUNCHES[key]
     except KeyError:
@@ -125,7 +123,7 @@ def launch(
         found = LAUNCHES[key] = _prepare(kernel, aligned, maps, twice, tensors, tuple(map(float, floats)), flags)
     if found is None:
         return False
-    stream = _stream(x)
+    stream = 0 if gpu is None else torch._C._cuda_getCurrentRawStream(gpu)
     beside: tuple[Tensor, ...] = ()
     if found.words:
         beside = _words(x, stream, found.words)
@@ -133,7 +131,7 @@ def launch(
         beside = _fresh_counters(x.device, *found.room) if _capturing(x) else _counters(x.device, stream, *found.room)
     # Compiled for pointers aligned as torch allocates; parameters cut out of a larger tensor may not be.
     if straight and found.run is not None:
-        found.run(stream, [*pointers, *[t.data_ptr() for t in beside]], floats)
+        found.run(stream, [*pointers, *map(Tensor.data_ptr, beside)], floats)
     else:
         # An integer would be compiled into the kernel, and stay there.
         arguments = (*tensors, *beside, *found.numbers, *map(float, floats))

@@ -1,12 +1,13 @@
 """Other plans than the package's, measured beside it: how wide tiles are, how many programs work, how much is in hand.
 
-    python benchmarks/plans.py [--study crew ring sweep] [--rounds 9] [--out benchmarks/results]      # needs a GPU
+    python benchmarks/plans.py [--study crew ring sweep cluster packed] [--rounds 9] [--name NAME]      # needs a GPU
 
 crew: the four kernels of two launches, channels innermost, by the bytes of a row that a program has, the tiles a loop has in hand
 and the programs on a processor. ring: the two that hold channels in shared memory, by warps, programs on a processor and bytes of
 a tile. sweep: the two that hold what they can of channels innermost, by width, programs on a processor, bytes of a tile and tiles
-ahead. Every row of the CSV is one kernel under one plan; the first plan of each is the package's own. Device time,
-medians, with a cold L2 cache.
+ahead. cluster: the same two, by the number of members up to which they are a cluster; packed: so, with channels outermost. Every
+row of the CSV is one kernel under one plan; the first plan of each is the package's own. Device time, medians, with a cold L2
+cache, all plans of a case in turn.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,9 @@ PHI, SLOPE = resolve("leaky_relu", 0.01)
 CREW_SHAPES = [(128, 256, 56, 56), (128, 512, 28, 28), (16, 128, 336, 336), (256, 64, 56, 56), (256, 512, 28, 28)]
 SWEEP_SHAPES = [(32, 2048, 7, 7), (128, 1024, 14, 14), (128, 512, 28, 28), (128, 256, 56, 56), (16, 128, 336, 336)]
 RING_SHAPES = [(16, 128, 336, 336), (128, 256, 56, 56), (128, 64, 112, 112), (128, 512, 28, 28), (128, 1024, 14, 14)]
+CLUSTER_SHAPES = [(32, 2048, 7, 7), (128, 2048, 7, 7), (32, 1024, 14, 14), (128, 1024, 14, 14), (32, 512, 28, 28)]
+CLUSTER_SHAPES += [(32, 512, 14, 14), (128, 512, 7, 7)]
+PACKED_SHAPES = [(128, 512, 7, 7), (64, 256, 7, 7), (64, 256, 14, 14)]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Passes over a map.
 PASSES = {"moments": 1, "transform": 2, "sums": 2, "input_grad": 3, "forward": 2, "backward": 3}
@@ -77,8 +82,26 @@ def sweep_plans() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"wide {wide}, programs {programs}, bytes {size}, ahead {ahead}", names
 
 
-PLANS = {"crew": crew_plans, "ring": ring_plans, "sweep": sweep_plans}
-SHAPES = {"crew": CREW_SHAPES, "ring": RING_SHAPES, "sweep": SWEEP_SHAPES}
+def cluster_plans() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "own", {}
+    for most in (1, 8, 16):
+        yield f"clusters of {most}", {"SWEEP_CLUSTER": most}
+
+
+PLANS = {
+    "crew": crew_plans,
+    "ring": ring_plans,
+    "sweep": sweep_plans,
+    "cluster": cluster_plans,
+    "packed": cluster_plans,
+}
+SHAPES = {
+    "crew": CREW_SHAPES,
+    "ring": RING_SHAPES,
+    "sweep": SWEEP_SHAPES,
+    "cluster": CLUSTER_SHAPES,
+    "packed": PACKED_SHAPES,
+}
 
 
 def adopt(plan: dict[str, Any]) -> None:
@@ -86,12 +109,12 @@ def adopt(plan: dict[str, Any]) -> None:
     for name, value in {**OWN, "stages": STAGES, **plan}.items():
         setattr(kernels.plans, name, value)
     kernels.plans.cut.cache_clear()
-    kernels.launches.LAUNCHES.clear()
+    kernels.launches.LAUNCHES = {}
 
 
 def calls(case: Case) -> dict[str, Callable[[], object]]:
     study, shape, dtype = case
-    layout = torch.contiguous_format if study == "ring" else torch.channels_last
+    layout = torch.contiguous_format if study in ("ring", "packed") else torch.channels_last
     x, dz = (torch.randn(shape, device="cuda").to(DTYPES[dtype]).contiguous(memory_format=layout) for _ in range(2))
     weight, bias = torch.rand(shape[1], device="cuda") + 0.5, torch.randn(shape[1], device="cuda")
     rest = (1e-6, PHI, SLOPE)
@@ -112,49 +135,62 @@ def calls(case: Case) -> dict[str, Callable[[], object]]:
     }
 
 
-def measured(case: Case, rounds: int) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """Microseconds of every kernel under every plan that the card can run."""
+def measured(case: Case, rounds: int) -> dict[tuple[str, str], list[float]]:
+    """Microseconds of every kernel under every plan that the card can run, by plan and kernel."""
+    adopt({})
+    run = calls(case)
+    launches = {}
     for name, plan in PLANS[case[0]]():
         adopt(plan)
         try:
-            yield name, device_times(calls(case), rounds)
+            for call in run.values():
+                call()
+            torch.cuda.synchronize()
+            launches[name] = kernels.launches.LAUNCHES
         except Exception as error:
             print(*case, name, f"{type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
     adopt({})
+
+    def under(name: str, call: Callable[[], object]) -> Callable[[], None]:
+        def planned() -> None:
+            kernels.launches.LAUNCHES = launches[name]
+            call()
+
+        return planned
+
+    return device_times({(n, kernel): under(n, call) for n in launches for kernel, call in run.items()}, rounds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", nargs="+", default=list(PLANS), choices=PLANS)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--name", default="plans-of-kernels", help="what the file is called")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     cases = [(study, shape, dtype) for study in given.study for shape in SHAPES[study] for dtype in DTYPES]
     if given.case is not None:
         # Only to fill the compiler's cache on disk.
-        for _ in measured(cases[given.case], 1):
-            pass
+        measured(cases[given.case], 1)
         return
     again = [sys.executable, __file__, "--study", *given.study, "--case"]
-    warm = [subprocess.Popen([*again, str(i)]) for i in range(min(len(cases), os.cpu_count() or 1))]
-    for process in warm:
-        process.wait()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda i: subprocess.run([*again, str(i)]), range(len(cases))))
     per_byte = microseconds_per_byte()
-    with gpu_file(given.out, "plans-of-kernels").open("w", newline="") as file:
+    with gpu_file(given.out, given.name).open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(COLUMNS)
         for case in cases:
             size = torch.Size(case[1]).numel() * DTYPES[case[2]].itemsize
             best: dict[str, tuple[float, str]] = {}
             own: dict[str, float] = {}
-            for name, times in measured(case, given.rounds):
-                for kernel, us in times.items():
-                    median, deciles = statistics.median(us), statistics.quantiles(us, n=10)
-                    figures = [f"{v:.1f}" for v in (PASSES[kernel] * size * per_byte, median, deciles[0], deciles[-1])]
-                    rows.writerow([case[0], "x".join(map(str, case[1])), case[2], kernel, name, *figures])
-                    best[kernel] = min(best.get(kernel, (median, name)), (median, name))
-                    own.setdefault(kernel, median)
+            for (name, kernel), us in measured(case, given.rounds).items():
+                median, deciles = statistics.median(us), statistics.quantiles(us, n=10)
+                figures = [f"{v:.1f}" for v in (PASSES[kernel] * size * per_byte, median, deciles[0], deciles[-1])]
+                rows.writerow([case[0], "x".join(map(str, case[1])), case[2], kernel, name, *figures])
+                best[kernel] = min(best.get(kernel, (median, name)), (median, name))
+                own.setdefault(kernel, median)
             file.flush()
             for kernel, (median, name) in best.items():
                 print(*case, kernel, f"own {own[kernel]:.1f}, best {median:.1f}: {name}", flush=True)

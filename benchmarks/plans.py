@@ -1,13 +1,12 @@
 """Other plans than the package's, measured beside it: how wide tiles are, how many programs work, how much is in hand.
 
-    python benchmarks/plans.py [--study crew ring sweep cluster packed] [--rounds 9] [--name NAME]      # needs a GPU
+    python benchmarks/plans.py [--study crew ring sweep] [--rounds 9] [--out benchmarks/results]      # needs a GPU
 
 crew: the four kernels of two launches, channels innermost, by the bytes of a row that a program has, the tiles a loop has in hand
 and the programs on a processor. ring: the two that hold channels in shared memory, by warps, programs on a processor and bytes of
 a tile. sweep: the two that hold what they can of channels innermost, by width, programs on a processor, bytes of a tile and tiles
-ahead. cluster: the same two, by the number of members up to which they are a cluster; packed: so, with channels outermost. Every
-row of the CSV is one kernel under one plan; the first plan of each is the package's own. Device time, medians, with a cold L2
-cache, all plans of a case in turn.
+ahead. Every row of the CSV is one kernel under one plan; the first plan of each is the package's own. Device time, medians, with
+a cold L2 cache, all plans of a case in turn.
 """
 
 from __future__ import annotations
@@ -34,9 +33,6 @@ PHI, SLOPE = resolve("leaky_relu", 0.01)
 CREW_SHAPES = [(128, 256, 56, 56), (128, 512, 28, 28), (16, 128, 336, 336), (256, 64, 56, 56), (256, 512, 28, 28)]
 SWEEP_SHAPES = [(32, 2048, 7, 7), (128, 1024, 14, 14), (128, 512, 28, 28), (128, 256, 56, 56), (16, 128, 336, 336)]
 RING_SHAPES = [(16, 128, 336, 336), (128, 256, 56, 56), (128, 64, 112, 112), (128, 512, 28, 28), (128, 1024, 14, 14)]
-CLUSTER_SHAPES = [(32, 2048, 7, 7), (128, 2048, 7, 7), (32, 1024, 14, 14), (128, 1024, 14, 14), (32, 512, 28, 28)]
-CLUSTER_SHAPES += [(32, 512, 14, 14), (128, 512, 7, 7)]
-PACKED_SHAPES = [(128, 512, 7, 7), (64, 256, 7, 7), (64, 256, 14, 14)]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Passes over a map.
 PASSES = {"moments": 1, "transform": 2, "sums": 2, "input_grad": 3, "forward": 2, "backward": 3}
@@ -82,26 +78,8 @@ def sweep_plans() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"wide {wide}, programs {programs}, bytes {size}, ahead {ahead}", names
 
 
-def cluster_plans() -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "own", {}
-    for most in (1, 8, 16):
-        yield f"clusters of {most}", {"SWEEP_CLUSTER": most}
-
-
-PLANS = {
-    "crew": crew_plans,
-    "ring": ring_plans,
-    "sweep": sweep_plans,
-    "cluster": cluster_plans,
-    "packed": cluster_plans,
-}
-SHAPES = {
-    "crew": CREW_SHAPES,
-    "ring": RING_SHAPES,
-    "sweep": SWEEP_SHAPES,
-    "cluster": CLUSTER_SHAPES,
-    "packed": PACKED_SHAPES,
-}
+PLANS = {"crew": crew_plans, "ring": ring_plans, "sweep": sweep_plans}
+SHAPES = {"crew": CREW_SHAPES, "ring": RING_SHAPES, "sweep": SWEEP_SHAPES}
 
 
 def adopt(plan: dict[str, Any]) -> None:
@@ -114,7 +92,7 @@ def adopt(plan: dict[str, Any]) -> None:
 
 def calls(case: Case) -> dict[str, Callable[[], object]]:
     study, shape, dtype = case
-    layout = torch.contiguous_format if study in ("ring", "packed") else torch.channels_last
+    layout = torch.contiguous_format if study == "ring" else torch.channels_last
     x, dz = (torch.randn(shape, device="cuda").to(DTYPES[dtype]).contiguous(memory_format=layout) for _ in range(2))
     weight, bias = torch.rand(shape[1], device="cuda") + 0.5, torch.randn(shape[1], device="cuda")
     rest = (1e-6, PHI, SLOPE)
@@ -165,7 +143,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", nargs="+", default=list(PLANS), choices=PLANS)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--name", default="plans-of-kernels", help="what the file is called")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -178,7 +155,7 @@ def main() -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda i: subprocess.run([*again, str(i)]), range(len(cases))))
     per_byte = microseconds_per_byte()
-    with gpu_file(given.out, given.name).open("w", newline="") as file:
+    with gpu_file(given.out, "plans-of-kernels").open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(COLUMNS)
         for case in cases:

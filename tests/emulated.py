@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 import random
-import re
 import threading
 import time
 from types import FunctionType, SimpleNamespace
@@ -17,9 +16,9 @@ import numpy as np
 from torch import Tensor
 
 # Cards, as plans know them.
-H200 = (132, 65536, 2048, 228 << 10, 60 << 20, True, True)
-A100 = (108, 65536, 2048, 164 << 10, 40 << 20, True, False)
-A10 = (72, 65536, 1536, 100 << 10, 6 << 20, True, False)
+H200 = (132, 65536, 2048, 228 << 10, 60 << 20, True)
+A100 = (108, 65536, 2048, 164 << 10, 40 << 20, True)
+A10 = (72, 65536, 1536, 100 << 10, 6 << 20, True)
 
 # Looks at words until one is said never to come: long, but not for ever.
 PATIENCE = 200_000
@@ -123,11 +122,8 @@ def reduce(tiles, axis, combine):
     return tuple(Tile(p[0]) for p in parts)
 
 
-def assembly(text, _constraints, arguments, **_):
-    """What the texts do that there are; the tests run them by run_ptx, too."""
-    for word, step in IN_CLUSTER.items():
-        if word in text:
-            return step(text, *map(raw, arguments))
+def assembly(_text, _constraints, arguments, **_):
+    """What the two texts do that there are: a trap, and looks at two words until both bear the stamp; see run_ptx, too."""
     if arguments:
         one, other, at, stamp, here = arguments
         there = raw(here).astype(bool)
@@ -139,60 +135,10 @@ def assembly(text, _constraints, arguments, **_):
     raise TimeoutError("a word that never came")
 
 
-def make_room(text):
-    size = int(re.search(r"expect_tx.* (\d+);", text)[1])
-    assert f"room[{8 + size}]" in text
-    HERE.rooms[HERE.program % len(HERE.rooms)] = {"size": size}
-    return Tile(0)
-
-
-def wait_for_rooms(_text):
-    HERE.barrier.wait(60)
-
-
-def send(_text, one, other, channels, at, room, whose):
-    assert room == 0 and len(at) == len(channels)
-    # Programs of a cluster are not in step.
-    time.sleep(HERE.random.random() * 1e-3)
-    with LOCK:
-        for pair in zip(at, zip(one, other, strict=True), strict=True):
-            assert pair[0] not in HERE.rooms[whose] and 8 <= pair[0] <= HERE.rooms[whose]["size"]
-            HERE.rooms[whose].update([pair])
-
-
-def wait_for_bytes(_text, _room):
-    room = HERE.rooms[HERE.program % len(HERE.rooms)]
-    for _ in range(PATIENCE):
-        if 8 * (len(room) - 1) == room["size"]:
-            return
-        time.sleep(1e-4)
-    raise TimeoutError("bytes that never came")
-
-
-def take(_text, at):
-    room = HERE.rooms[HERE.program % len(HERE.rooms)]
-    return tuple(Tile(np.array(v, np.float32)) for v in zip(*(room[int(i)] for i in at), strict=True))
-
-
-# By a word that is in no other text; the rest waits for words in memory, or gives up.
-IN_CLUSTER = {
-    "mbarrier.init": make_room,
-    "barrier.cluster.wait": wait_for_rooms,
-    "st.async": send,
-    "mbarrier.try_wait": wait_for_bytes,
-    "ld.shared": take,
-}
-
-
-def run_ptx(text, operands, read, cluster=None):
-    """What a thread that runs this text leaves in its operands, by name; ``read`` is memory. Numbers are unsigned.
-
-    ``cluster`` does what programs of a cluster can: init, expect(bytes), arrive, wait, map(at, program), send(at, pair, barrier),
-    come() and load(at).
-    """
-    names = {**operands, "room": 0}
-    declared = (".reg", ".shared")
-    lines = [line.strip(" ;") for line in text.strip("{}\n").splitlines() if not line.strip().startswith(declared)]
+def run_ptx(text, operands, read):
+    """What a thread that runs this text leaves in its operands, by name; ``read`` is memory. Numbers are unsigned."""
+    names = dict(operands)
+    lines = [line.strip(" ;") for line in text.strip("{}\n").splitlines() if not line.strip().startswith(".reg")]
     number = lambda word: names[word] if word in names else int(word)
     at = 0
     while at < len(lines):
@@ -211,24 +157,6 @@ def run_ptx(text, operands, read, cluster=None):
             compare, *join = operation.split(".")[1:-1]
             found = getattr(operator, compare)(number(words[1]), number(words[2]))
             names[words[0]] = getattr(operator, f"{join[0]}_")(found, names[words[3]]) if join else found
-        elif operation.startswith("barrier.cluster."):
-            getattr(cluster, operation.split(".")[2])()
-        elif operation.startswith("mbarrier.init."):
-            cluster.init()
-        elif operation.startswith("mbarrier.arrive.expect_tx."):
-            cluster.expect(number(words[2]))
-        elif operation.startswith("mbarrier.try_wait."):
-            names[words[0]] = cluster.come()
-        elif operation.startswith("mapa."):
-            names[words[0]] = cluster.map(number(words[1]), number(words[2]))
-        elif operation.startswith("st.async."):
-            cluster.send(
-                number(words[0].strip("[]")), (number(words[1]), number(words[2])), number(words[3].strip("[]"))
-            )
-        elif operation.startswith("ld.shared.v2."):
-            names[words[0]], names[words[1]] = cluster.load(number(words[2].strip("[]")))
-        elif operation.startswith("fence."):
-            cluster.fence()
         elif operation.startswith("ld."):
             base, _, further = words[1].strip("[]").partition("+")
             names[words[0]] = read(number(base) + int(further or 0))
@@ -254,7 +182,6 @@ LANGUAGE = SimpleNamespace(
     max=lambda t, axis: Tile(t.a.max(axis)), where=lambda c, x, y: Tile(np.where(raw(c), raw(x), raw(y))),
     maximum=lambda x, y: Tile(np.maximum(raw(x), raw(y))), minimum=lambda x, y: Tile(np.minimum(raw(x), raw(y))),
     sqrt=lambda x: Tile(np.sqrt(raw(x))), abs=lambda x: Tile(np.abs(raw(x))), exp=lambda x: Tile(np.exp(raw(x))),
-    zeros_like=lambda t: Tile(np.zeros_like(t.a)),
     reshape=lambda t, shape: Tile(t.a.reshape(shape)), ravel=lambda t: Tile(t.a.ravel()), convert_layout=lambda t, _layout: t,
     gather=lambda t, index, axis: Tile(np.take(t.a, index.a, axis)),
     log=lambda x: Tile(np.log(raw(x))), clamp=lambda x, low, high: Tile(np.clip(raw(x), low, high)),
@@ -320,14 +247,10 @@ class Kernel:
             self.started += 1
             arguments = [Pointer(whole(a), a.storage_offset()) if isinstance(a, Tensor) else a for a in arguments]
             constants = {n: as_python(v) if hasattr(v, "fn") else v for n, v in constants.items()}
-            size = constants.get("CLUSTER", 1)
-            assert grid[0] % size == 0
-            clusters = [(threading.Barrier(size), [None] * size) for _ in range(grid[0] // size)]
             failed = []
 
             def program(i):
                 HERE.program, HERE.programs, HERE.copies, HERE.groups = i, grid[0], [], []
-                HERE.barrier, HERE.rooms = clusters[i // size]
                 HERE.random = random.Random(self.started * grid[0] + i)
                 try:
                     self.body(*arguments, **constants)
@@ -337,7 +260,7 @@ class Kernel:
             threads = [threading.Thread(target=program, args=(i,), daemon=True) for i in range(grid[0])]
             for t in threads:
                 t.start()
-                if not constants.get("SHARED", True) and size == 1:
+                if not constants.get("SHARED", True):
                     # Nobody waits for another: one after another is as good.
                     t.join(240)
             for t in threads:

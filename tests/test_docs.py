@@ -895,6 +895,36 @@ def test_what_is_said_of_words_was_measured():
     assert "three quarters of what the exchange takes would have to go for the aim" in notes
 
 
+def test_what_is_said_of_clusters_was_measured():
+    notes, tried = (ROOT / "benchmarks" / "NOTES.md").read_text(), by_plan("clusters")
+
+    def over(study: str, direction: str, which: str, own: str = "words") -> str:
+        return span(
+            [
+                us / by[own]
+                for case, by in tried[study].items()
+                for plan, us in by.items()
+                if case[3] == direction and plan.startswith(which) and own in by
+            ]
+        )
+
+    both = ("forward", "backward")
+    all_of, fewer, half = "all members", "fewer members", "half the programs"
+    pairs = [over(all_of, d, "clusters of 2") for d in both]
+    two = [over(fewer, d, f"{how} of 2", "words of 4") for d in both for how in ("clusters", "words")]
+    one = tried[half]["32x2048x7x7", "float32", "channels_last", "forward"]
+    for told in (
+        "{} of the time forward and {} backward. The card".format(*(over(all_of, d, "clusters") for d in both)),
+        f"and these take {pairs[0][:4]} and {pairs[1][:4]}.",
+        f"take {two[0][:4]} of the time of words among four forward, {two[2][:4]} backward "
+        f"(words among two {two[1][:4]} and {two[3][:4]})",
+        "four or eight warps, {} forward and {} backward.".format(*(over(half, d, "clusters") for d in both)),
+        f"not cooperative takes {over(half, 'forward', 'words, not')} of the time",
+        f"in float32 {one['one member, 6 ahead']:.2f} µs for {one['words, again']:.2f};",
+    ):
+        assert told in notes, told
+
+
 def test_blocks_and_networks_are_the_committed_measurement(tmp_path):
     notes = (ROOT / "benchmarks" / "NOTES.md").read_text()
     plot = script("plot")

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -437,7 +436,7 @@ def test_sweeps_fit_the_card_and_cover_the_rows(figures):
             )
             kept += s.Q > 0
             # Words of all members, and totals; those that a member reads, as many as threads or more.
-            _, _, words, constants, _ = kernels.launches._swept(s, place, 1)
+            _, _, words, constants, _ = kernels.launches._swept(s, place)
             once = s.columns == 2 * s.P
             assert s.S == 1 or words >= 2 * s.P * s.G * (s.S + (not once))
             assert constants["BS"] >= (2 * s.S if once else s.S)
@@ -477,12 +476,8 @@ def test_studied_plans_are_plans(monkeypatch):
                     changed.setattr(kernels.plans, name, value)
                 for n, c, h, w in studies.SHAPES[study]:
                     inner = kernels.plans.Layout(True, n * h * w, c, 1, c, 1)
-                    if study in ("sweep", "cluster", "packed"):
-                        place = (
-                            kernels.plans.Layout(False, n, c, h * w, c * h * w, h * w) if study == "packed" else inner
-                        )
-                        sweep = kernels.plans.sweep_of(place, 2, 2, 2, where)
-                        assert sweep is not None and sweep.cluster == (1 < sweep.S <= kernels.plans.SWEEP_CLUSTER)
+                    if study == "sweep":
+                        assert kernels.plans.sweep_of(inner, 2, 2, 2, where) is not None
                     elif study == "crew":
                         cut = kernels.plans.cut(inner, 2, True, kernels.plans.LINE_BYTES)
                         assert cut.constants["BC"] * 2 == min(kernels.plans.LINE_BYTES, 2 * c)
@@ -500,28 +495,22 @@ def test_launches_are_described_to_those_who_listen(monkeypatch):
     triton = pytest.importorskip("triton")
 
     class Built:
-        function, packed_metadata, launched = "function", (4, 1, 1 << 16), []
+        function, packed_metadata, straight, told = "function", "metadata", [], []
 
         def run(self, *arguments):
-            self.launched.append(arguments)
+            self.straight.append(arguments)
 
-        def launch_metadata(self, grid, stream, *arguments):
-            return grid, stream, arguments
+        def __getitem__(self, grid):
+            return lambda *arguments, stream: self.told.append((grid, stream, arguments))
 
     built = Built()
-    arguments, silent = (16, 32, 1, 2, 0.5, "constant"), (None, None, None)
-    # One by one, and in clusters of three, of which the launcher counts those.
-    for cluster, grid in ((1, 6), (3, 2)):
-        run = kernels.launches._runner(built, 6, (1, 2), ("constant",), cluster)
-        where = (grid, 1, 1, 7, "function", (4, cluster, 1 << 16))
-        run(7, [16, 32], (0.5,))
-        assert built.launched.pop() == (*where, *silent, *arguments)
-        with monkeypatch.context() as listening:
-            listening.setattr(triton.knobs.runtime, "launch_enter_hook", print)
-            run(7, [16, 32], (0.5,))
-        described = ((grid, 1, 1), 7, arguments)
-        assert built.launched.pop() == (*where, described, print, triton.knobs.runtime.launch_exit_hook, *arguments)
-    assert not built.launched
+    run = kernels.launches._runner(built, 6, (1, 2), ("constant",))
+    arguments = (16, 32, 1, 2, 0.5, "constant")
+    run(7, [16, 32], (0.5,))
+    assert built.straight == [(6, 1, 1, 7, "function", "metadata", None, None, None, *arguments)] and not built.told
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", print)
+    run(7, [16, 32], (0.5,))
+    assert built.told == [((6, 1, 1), 7, arguments)] and len(built.straight) == 1
 
 
 def test_launches_go_where_the_tensors_are(monkeypatch):
@@ -612,7 +601,7 @@ def few_processors(kernels, monkeypatch, processors, swept=False, tiles=7):
     # The interpreter's programs would wait for each other for ever.
     monkeypatch.setattr(kernels.plans, "team", lambda *_: pytest.fail("no room in shared memory"))
     shared = 2 * (tiles * 4096 + 4096) if swept else 3 * (9 * 256 + kernels.plans.RING_BESIDE)
-    where = kernels.plans.Card(processors, 65536, 2048, shared, 1 << 20, True, True)
+    where = kernels.plans.Card(processors, 65536, 2048, shared, 1 << 20, True)
     monkeypatch.setattr(kernels.plans, "card", lambda _: where)
 
 
@@ -673,10 +662,6 @@ if DEVICE == "cpu":
     }
 
 
-# Of those that are swept over, by clusters where a slab has few members.
-CLUSTERED = ["more than is held", "some channels of a slab", "few pixels", "few pixels, more channels", "some pixels"]
-
-
 @runs_here
 @pytest.mark.parametrize(
     "dtype, residual",
@@ -687,19 +672,13 @@ CLUSTERED = ["more than is held", "some channels of a slab", "few pixels", "few 
 )
 @pytest.mark.parametrize(
     "room, case",
-    [
-        *(("ring", name) for name in HELD),
-        *(("sweep", name) for name in SWEPT),
-        *(("cluster", name) for name in CLUSTERED),
-    ],
+    [*(("ring", name) for name in HELD), *(("sweep", name) for name in SWEPT)],
     ids=lambda v: v.replace(" ", "_"),
 )
 def test_maps_held_in_shared_memory(kernels, monkeypatch, room, case, dtype, residual):
     """Few processors have many rounds, or tiles; many have teams of many members."""
     shape, layout, processors, *tiles = HELD[case] if room == "ring" else SWEPT[case]
-    few_processors(kernels, monkeypatch, processors, room != "ring", *tiles)
-    if room == "cluster":
-        monkeypatch.setattr(kernels.plans, "SWEEP_CLUSTER", 8)
+    few_processors(kernels, monkeypatch, processors, room == "sweep", *tiles)
     if "asked together" in case:
         monkeypatch.setattr(kernels.plans, "RING_ALONE", 0)
     if "none in registers" in case:
@@ -707,17 +686,8 @@ def test_maps_held_in_shared_memory(kernels, monkeypatch, room, case, dtype, res
     # Means that lie apart: moments taken about another channel's sample would cost digits.
     step(kernels, shape, layout, dtype, "leaky_relu", 0.01, 0.1, residual=residual, spread=20.0)
     fused = {launch.kernel for launch in kernels.launches.LAUNCHES.values() if launch and launch.words}
-    used = getattr(kernels.launches, "ring" if room == "ring" else "sweep")
+    used = getattr(kernels.launches, room)
     assert fused == {used.forward_kernel, used.backward_kernel}
-    if room != "ring":
-        sizes = [
-            (launch.numbers[4], launch.constants["CLUSTER"])
-            for launch in kernels.launches.LAUNCHES.values()
-            if launch and launch.words
-        ]
-        # A card may hold fewer clusters than programs one by one.
-        assert all(size in (S if S <= kernels.plans.SWEEP_CLUSTER else 1, 1) for S, size in sizes)
-        assert case != "few pixels, more channels" or all((size > 1) == (room == "cluster") for _, size in sizes)
     if "many members" in case and room == "ring" and DEVICE == "cpu":
         alone = {launch.constants["ALONE"] for launch in kernels.launches.LAUNCHES.values() if launch and launch.words}
         assert alone == {"asked together" not in case}
@@ -754,76 +724,6 @@ def test_a_thread_looks_until_both_its_words_bear_the_stamp(late):
         run_ptx(text, {**operands, "$2": 0}, lambda at: before << 32)
 
 
-class Cluster:
-    """What programs of a cluster do to each other, as :func:`run_ptx` asks for it; no more than the rules of PTX promise."""
-
-    def __init__(self, programs):
-        self.rooms, self.told = [None] * programs, [False] * programs
-        self.barrier = threading.Barrier(programs)
-
-    def of(self, rank):
-        started = lambda: self.rooms[rank].update(started=True)
-        return SimpleNamespace(
-            init=lambda: self.rooms.__setitem__(rank, {"come": 0}),
-            expect=lambda size: self.rooms[rank].update(size=size),
-            fence=started,
-            arrive=lambda: self.told.__setitem__(rank, True),
-            wait=lambda: self.barrier.wait(20),
-            map=lambda at, whose: (whose, at),
-            send=self.send,
-            come=lambda: self.rooms[rank]["come"] == self.rooms[rank]["size"],
-            load=lambda at: self.rooms[rank][at],
-        )
-
-    def send(self, there, pair, arrived):
-        assert all(self.told) and all(room["started"] for room in self.rooms), "before all rooms are there"
-        (whose, at), room = there, self.rooms[there[0]]
-        assert arrived == (whose, 0) and at not in room and 8 <= at <= room["size"] and at % 8 == 0
-        room[at] = pair
-        room["come"] += 8
-
-
-@pytest.mark.parametrize("programs", [2, 7])
-def test_programs_of_a_cluster_get_the_sums_of_all(programs):
-    """The texts as threads run them, two channels each; a program goes on when it has all, whatever the others do."""
-    texts = pytest.importorskip("inplace_abn.kernels.cluster")
-    channels, cluster, failed = 2, Cluster(programs), []
-    sums = torch.randn(programs, channels, 2).tolist()
-
-    def program(rank):
-        here = cluster.of(rank)
-        run = lambda text, operands: run_ptx(text, operands, None, here)
-        try:
-            # Thread 0, and one that is not the first.
-            room, _ = (run(texts.inviting.fn(8 * channels * programs), {"%tid.x": t})["$0"] for t in (0, 5))
-            run(texts.INVITED.value, {})
-            for whose in range(programs):
-                for channel in range(channels):
-                    at = 8 + 8 * (channels * rank + channel)
-                    operands = {"$3": channel, "$4": at, "$5": room, "$6": whose}
-                    pair = dict(zip(("$1", "$2"), sums[rank][channel], strict=True))
-                    for thread in range(channels + 1):
-                        run(texts.OFFER.value, {**operands, **pair, "%tid.x": thread})
-            run(texts.AWAIT.value, {"$1": room})
-            for p in range(programs):
-                for channel in range(channels):
-                    left = run(texts.TAKE.value, {"$2": 8 + 8 * (channels * p + channel)})
-                    assert [left["$0"], left["$1"]] == sums[p][channel]
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=program, args=(rank,), daemon=True) for rank in range(programs)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(30)
-    assert not failed and not any(t.is_alive() for t in threads)
-    # Bytes that never come are not waited for for ever.
-    text = texts.AWAIT.value.replace(str(texts.PATIENCE.value), "9")
-    with pytest.raises(TimeoutError):
-        run_ptx(text, {"$1": 0}, None, SimpleNamespace(come=lambda: False))
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="a compiler's answers are made up")
 def test_activations_that_spill_hold_fewer_tiles_in_registers(kernels, monkeypatch):
     few_processors(kernels, monkeypatch, 1, swept=True)
@@ -850,9 +750,8 @@ def test_launches_of_all_kinds_count_in_one_word(kernels, monkeypatch, epoch):
     if DEVICE == "cpu":
         # Tiles of a size for the room that sweeps have.
         monkeypatch.setattr(kernels.plans, "RING_BYTES", (4096, 2048))
-    # Rings, sweeps that share channels, sweeps of which each program has its own, and clusters.
+    # Rings, sweeps that share channels, and sweeps of which each program has its own.
     shapes = [((3, 5, 10, 12), "contiguous"), ((6, 32, 13, 14), "channels_last"), ((9, 48, 5, 6), "contiguous")]
-    shapes += [((9, 24, 5, 6), "contiguous")]
     words, sync = kernels.launches._fresh_words(torch.device(DEVICE), 1 << 16)
     one = kernels.device.EPOCH.value
     sync.fill_(epoch * one)
@@ -863,7 +762,6 @@ def test_launches_of_all_kinds_count_in_one_word(kernels, monkeypatch, epoch):
         for shape, layout in shapes:
             base, view = LAYOUTS[layout](torch.randn(shape, device=DEVICE))
             x, channels = view(base), shape[1]
-            monkeypatch.setattr(kernels.plans, "SWEEP_CLUSTER", 8 if channels == 24 else 1)
             mean, var = torch.zeros(channels, device=DEVICE), torch.ones(channels, device=DEVICE)
             tracked = counts.setdefault(shape, torch.zeros((), dtype=torch.int64, device=DEVICE))
             before = int(tracked)
@@ -875,16 +773,10 @@ def test_launches_of_all_kinds_count_in_one_word(kernels, monkeypatch, epoch):
             # Nobody is left in the count; the epoch, of which stamps have 32 bits, moves on where programs share a channel.
             word = int(sync)
             moved = (word // one - last) % (1 << 32)
-            assert word % one == 0 and (
-                0 < moved < 100 if channels < 24 or channels == 32 else moved == (momentum is None)
-            )
+            assert word % one == 0 and (0 < moved < 100 if channels != 48 else moved == (momentum is None))
             last = word // one
-    used = {
-        (launch.kernel, launch.constants.get("CLUSTER", 1) > 1)
-        for launch in kernels.launches.LAUNCHES.values()
-        if launch
-    }
-    assert len(used) == 6 and last != epoch
+    used = {launch.kernel for launch in kernels.launches.LAUNCHES.values() if launch}
+    assert len(used) == 4 and last != epoch
 
 
 @runs_here
@@ -897,7 +789,7 @@ def test_a_triton_that_compiles_no_gluon_is_told_once_and_does_without(kernels, 
     monkeypatch.setattr(kernels.launches, "_build", fails)
     x = torch.randn(2, 4, 10, 12, device=DEVICE)
     place, where = kernels.plans.layout(x), kernels.plans.card(x.device)
-    arguments = (kernels.device.forward_kernel, True, 2, 1, [x] * 8, (0.1,) * 4, {"RESIDUAL": False}, place, where)
+    arguments = (kernels.device.forward_kernel, 2, 1, [x] * 8, (0.1,) * 4, {"RESIDUAL": False}, place, where)
     with pytest.warns(UserWarning, match="does not compile .* async_copy"):
         assert kernels.launches._held_launch(*arguments) is None
     assert kernels.launches._held_launch(*arguments) is None
@@ -980,7 +872,7 @@ def test_members_find_each_others_sums(kernels, monkeypatch, shape, layout):
     Words that bear the right stamp from the start make nobody wait. In the first launch members publish their sums, in the
     second the totals, and in the third everything is there. Backward, since forward the first overwrites what the next reads.
     """
-    where = kernels.plans.Card(4, 65536, 2048, 1 << 17, 1 << 20, False, False)
+    where = kernels.plans.Card(4, 65536, 2048, 1 << 17, 1 << 20, False)
     monkeypatch.setattr(kernels.plans, "card", lambda device: where)
     g = torch.Generator().manual_seed(0)
     base, view = LAYOUTS[layout](torch.randn(shape, generator=g))
@@ -1116,9 +1008,8 @@ for name in sys.argv[1:]:
                 in_sweep = {"V": 8, "K": 2, "AHEAD": 3, "BS": 64, "WARPS": kernels.plans.SWEEP_WARPS}
                 # Sums exchanged at once, and in two steps; all tiles held, and not.
                 packed = {"P": 8, "W": 512, "B": 2, "PIXELS": 49, "WHOLE": False, "COLUMNS": 16, "SHARED": False}
-                packed |= {"Q": 0, "H": 9, "R": 0, "CLUSTER": 1 if architecture == 80 else 4}
+                packed |= {"Q": 0, "H": 9, "R": 0}
                 inner = {"P": 64, "W": 64, "B": 16, "PIXELS": 1, "WHOLE": True, "COLUMNS": 2}
-                inner |= {"CLUSTER": 1}
                 inner |= {"Q": 2 if full else 1, "H": 5, "R": 4}
                 in_sweep |= packed if place is LAYOUTS[3] else inner
                 options = {"maxnreg": 255, "launch_cooperative_grid": True, "num_warps": kernels.plans.SWEEP_WARPS}

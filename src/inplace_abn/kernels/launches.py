@@ -110,20 +110,17 @@ def launch(
         with torch.cuda.device(gpu):
             return launch(kernel, maps, twice, tensors, floats, flags)
     pointers = [*map(Tensor.data_ptr, tensors)]
-    # Compiled for pointers aligned as torch allocates; parameters cut out of a larger tensor may not be.
-    straight = not reduce(or_, pointers) % 16
-    aligned = straight or not reduce(or_, pointers[:maps]) % 16
+    aligned = straight = not reduce(or_, pointers) % 16
+    if not straight:
+        aligned = not reduce(or_, pointers[:maps]) % 16
     # All that a plan depends on, or that is compiled into a kernel. By identity what stays: it is quicker than by contents.
-    kinds = [t.dtype for t in tensors[maps:]]
-    key = (id(kernel), id(flags), x.shape, x.stride(), gpu, aligned, straight, x.dtype, *kinds)
+    key = (id(kernel), id(flags), x.shape, x.stride(), gpu, aligned, x.dtype, *[t.dtype for t in tensors[maps:]])
     try:
         found = LAUNCHES[key]
     except KeyError:
         # An identity belongs to what lives: of flags that two threads made at once, the cache drops one.
         KEPT.append(flags)
-        found = LAUNCHES[key] = _prepare(
-            kernel, aligned, straight, maps, twice, tensors, tuple(map(float, floats)), flags
-        )
+        found = LAUNCHES[key] = _prepare(kernel, aligned, maps, twice, tensors, tuple(map(float, floats)), flags)
     if found is None:
         return False
     stream = 0 if gpu is None else torch._C._cuda_getCurrentRawStream(gpu)
@@ -132,7 +129,8 @@ def launch(
         beside = _words(x, stream, found.words)
     elif found.room[0]:
         beside = _fresh_counters(x.device, *found.room) if _capturing(x) else _counters(x.device, stream, *found.room)
-    if found.run is not None:
+    # Compiled for pointers aligned as torch allocates; parameters cut out of a larger tensor may not be.
+    if straight and found.run is not None:
         found.run(stream, [*pointers, *map(Tensor.data_ptr, beside)], floats)
     else:
         # An integer would be compiled into the kernel, and stay there.
@@ -144,7 +142,6 @@ def launch(
 def _prepare(
     kernel: Any,
     aligned: bool,
-    straight: bool,
     maps: int,
     twice: int,
     tensors: list[Tensor],
@@ -154,7 +151,7 @@ def _prepare(
     x, where, place = tensors[0], plans.card(tensors[0].device), plans.layout(tensors[0])
     assert place is not None
     if ring is not None and where.copies and aligned and twice:
-        held = _held_launch(kernel, straight, maps, twice, tensors, floats, flags, place, where)
+        held = _held_launch(kernel, maps, twice, tensors, floats, flags, place, where)
         if held is not None:
             return held
     sums = "partial_ptr" in kernel.arg_names
@@ -205,14 +202,13 @@ def _prepare(
         at_once = plans.resident(built.n_regs, built.metadata.shared, plans.WARPS, where) * where.processors
         if words and shared and at_once < t.S * t.G:
             return None
-        if not straight:
+        if not aligned:
             run = None
     return Launch(kernel, t.S * t.G, words, room, numbers, constants, options, run)
 
 
 def _held_launch(
     kernel: Any,
-    straight: bool,
     maps: int,
     twice: int,
     tensors: list[Tensor],
@@ -220,7 +216,6 @@ def _held_launch(
     flags: dict[str, Any],
     place: plans.Layout,
     where: plans.Card,
-    clusters: bool = True,
 ) -> Launch | None:
     """The launch of a fused kernel that holds its maps in shared memory; None where the card cannot."""
     x, forward = tensors[0], kernel is device.forward_kernel
@@ -228,21 +223,18 @@ def _held_launch(
     c = plans.sweep_of(*how) or plans.ring_of(*how)
     if c is None:
         return None
-    # What is not straight goes Triton's own way, which knows no clusters of programs that are compiled one by one.
-    cluster = c.S if isinstance(c, plans.Sweep) and c.cluster and straight and clusters else 1
-    held = _in_a_ring(c, place) if isinstance(c, plans.Ring) else _swept(c, place, cluster)
-    module, warps, words, constants, numbers = held
-    fused = module.forward_kernel if forward else module.backward_kernel
+    module, warps, words, constants, numbers = _in_a_ring(c, place) if isinstance(c, plans.Ring) else _swept(c, place)
+    kernel = module.forward_kernel if forward else module.backward_kernel
     # In a ring a member waits for words even if they are its own.
-    grid, shared, numbers = c.S * c.G, cluster < c.S or module is ring, (*numbers, x.numel() / x.shape[1])
+    grid, shared, numbers = c.S * c.G, c.S > 1 or module is ring, (*numbers, x.numel() / x.shape[1])
     constants = {**flags, **constants, "SHARED": shared, "WARPS": warps}
-    constants = {name: constants[name] for name in fused.arg_names if name in constants}
+    constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     options = {"num_warps": warps, "maxnreg": c.registers, "launch_cooperative_grid": shared}
 
     def load() -> tuple[Any, Any]:
-        built = _build(fused, maps, tensors, _fresh_words(x.device, 1), (*numbers, *floats), constants, options)
+        built = _build(kernel, maps, tensors, _fresh_words(x.device, 1), (*numbers, *floats), constants, options)
         # How many registers it has is not known before.
-        return built, _runner(built, grid, numbers, tuple(constants.values()), cluster)
+        return built, _runner(built, grid, numbers, tuple(constants.values()))
 
     try:
         built, run = load()
@@ -259,17 +251,7 @@ def _held_launch(
         return None
     if shared and plans.resident(built.n_regs, built.metadata.shared, warps, where) * where.processors < grid:
         return None
-    if cluster > 1 and x.is_cuda and _clusters_at_once(built, cluster) < c.G:
-        # Those that are left would start when others have ended.
-        return _held_launch(kernel, straight, maps, twice, tensors, floats, flags, place, where, clusters=False)
-    return Launch(fused, grid, words, (0, 0), numbers, constants, options, run if straight else None)
-
-
-def _clusters_at_once(built: Any, cluster: int) -> int:
-    """How many clusters of so many programs the card holds: its processors are in groups, of which each holds whole ones."""
-    utils = triton.runtime.driver.active.utils
-    many: int = utils.cuOccupancyMaxActiveClusters(built.function, built.metadata.shared, cluster)
-    return many
+    return Launch(kernel, grid, words, (0, 0), numbers, constants, options, run)
 
 
 # What differs between the two: kernels, warps, words, constants and numbers.
@@ -289,16 +271,16 @@ def _in_a_ring(c: plans.Ring, place: plans.Layout) -> Held:
     return ring, warps, 8 * c.S * c.G, constants, numbers
 
 
-def _swept(c: plans.Sweep, place: plans.Layout, cluster: int) -> Held:
+def _swept(c: plans.Sweep, place: plans.Layout) -> Held:
     warps, once = plans.SWEEP_WARPS, c.columns == 2 * c.P
     constants = {
         "V": c.V, "P": c.P, "W": c.W, "K": c.K, "B": c.B, "Q": c.Q, "H": c.H, "R": c.R, "AHEAD": c.ahead, "COLUMNS": c.columns,
-        "PIXELS": place.pixels, "WHOLE": place.channels % c.P == 0 and c.P * place.pixels == c.W, "CLUSTER": cluster,
+        "PIXELS": place.pixels, "WHOLE": place.channels % c.P == 0 and c.P * place.pixels == c.W,
         # Rows of words that a member reads; in columns as many words as threads, or more.
         "BS": triton.next_power_of_2(2 * c.S) if once else max(triton.next_power_of_2(c.S), 32 * warps // min(32, c.columns)),
     }  # fmt: skip
     numbers = (place.rows, place.channels, place.row_stride, c.G, c.S)
-    return sweep, warps, 2 * c.P * (c.S + 1) * c.G if cluster < c.S else 1, constants, numbers
+    return sweep, warps, 2 * c.P * (c.S + 1) * c.G if c.S > 1 else 1, constants, numbers
 
 
 def _build(
@@ -316,23 +298,20 @@ def _build(
 
 
 def _runner(
-    built: Any, grid: int, numbers: tuple[int | float, ...], constants: tuple[Any, ...], cluster: int = 1
+    built: Any, grid: int, numbers: tuple[int | float, ...], constants: tuple[Any, ...]
 ) -> Callable[[int, list[int], tuple[float, ...]], None]:
     """Starts a compiled kernel; Triton's own way describes each launch to profilers, even where none listens."""
+    told = built[(grid, 1, 1)]
     launcher, function, metadata, hooks = built.run, built.function, built.packed_metadata, triton.knobs.runtime
-    if cluster > 1:
-        # Compiled for programs one by one; the launcher makes clusters of as many as it is told here, and counts these.
-        warps, _, shared = metadata
-        grid, metadata = grid // cluster, (warps, cluster, shared)
 
     def run(stream: int, pointers: list[int], floats: tuple[float, ...]) -> None:
-        arguments = (*pointers, *numbers, *floats, *constants)
         before, after = hooks.launch_enter_hook, hooks.launch_exit_hook
         # Chains of listeners, or, as they once were, a single one.
         if getattr(before, "calls", before) or getattr(after, "calls", after):
-            told = built.launch_metadata((grid, 1, 1), stream, *arguments)
-            launcher(grid, 1, 1, stream, function, metadata, told, before, after, *arguments)
+            told(*pointers, *numbers, *floats, *constants, stream=stream)
         else:
-            launcher(grid, 1, 1, stream, function, metadata, None, None, None, *arguments)
+            launcher(
+                grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *floats, *constants
+            )  # fmt: skip
 
     return run

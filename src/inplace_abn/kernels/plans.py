@@ -60,8 +60,6 @@ SWEEP_AHEAD = 3
 SWEEP_WORDS = 4096
 SWEEP_FEW = 256
 SWEEP_WIDTHS = ((16 << 20, 64), (64 << 20, 128), (1 << 62, 256))
-# Members of a slab up to which they are a cluster, if a thread has one channel at most; 1: none are.
-SWEEP_CLUSTER = 1
 # Tiles of that size or smaller that registers hold, registers that a thread must have for it, and those it may spill.
 SWEEP_KEPT = 6
 SWEEP_REGISTERS = 240
@@ -85,11 +83,7 @@ class Layout(NamedTuple):
 
 
 class Card(NamedTuple):
-    """What plans depend on.
-
-    ``copies`` says whether memory can be copied into shared memory while programs go on, ``clusters`` whether programs can read
-    each other's.
-    """
+    """What plans depend on; ``copies`` says whether memory can be copied into shared memory while programs go on."""
 
     processors: int
     registers: int
@@ -97,7 +91,6 @@ class Card(NamedTuple):
     shared: int
     l2: int
     copies: bool
-    clusters: bool
 
 
 class Cut(NamedTuple):
@@ -145,8 +138,7 @@ class Sweep(NamedTuple):
     """Slabs of P channels, W elements wide, in vectors of V; each of G has S members, which take tiles of K·B rows in turn.
 
     The first Q tiles are held in registers, the next H and the last R in shared memory; if R = 0, H are all. ``ahead`` are being
-    copied. A member adds up ``columns`` of the 2·P sums for all; where these are 2·P, all of them for itself. Members may be a
-    ``cluster``, and read each other's sums.
+    copied. A member adds up ``columns`` of the 2·P sums for all; where these are 2·P, all of them for itself.
     """
 
     V: int
@@ -162,7 +154,6 @@ class Sweep(NamedTuple):
     G: int
     columns: int
     registers: int
-    cluster: bool
 
 
 def layout(x: Tensor) -> Layout | None:
@@ -199,7 +190,7 @@ def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout | None:
 def card(where: torch.device) -> Card:
     """The card's figures; without a GPU, those of a small one, for tests in Triton's interpreter."""
     if where.type != "cuda":
-        return Card(1, registers(True) * 32 * WARPS, 32 * WARPS, 1 << 16, 1 << 20, False, False)
+        return Card(1, registers(True) * 32 * WARPS, 32 * WARPS, 1 << 16, 1 << 20, False)
     has: Any = torch.cuda.get_device_properties(where)
     return Card(
         has.multi_processor_count,
@@ -208,7 +199,6 @@ def card(where: torch.device) -> Card:
         has.shared_memory_per_multiprocessor,
         has.L2_cache_size,
         torch.version.hip is None and has.major >= 8,
-        torch.version.hip is None and has.major >= 9,
     )
 
 
@@ -404,11 +394,8 @@ def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) ->
     larger = packed is not None and not residual and held > 1 and where.shared // SWEEP_PROGRAMS >= 6 * 2 * SWEEP_BYTES
     # Rows that all threads copy at once, and of those as many as a tile has room for.
     B, K = threads * V // W, SWEEP_BYTES * (1 + larger) // maps // (threads * 16)
-    across = triton.cdiv(place.rows, K * B)
-    S = triton.cdiv(across, triton.cdiv(across, max(1, programs // slabs)))
-    cluster = where.clusters and 1 < S <= SWEEP_CLUSTER and threads >= P
-    # What it takes to turn a sum of a tile's rows round, or to add up two of every channel over warps; and over a cluster.
-    beside = SYSTEM_BYTES + max(4 * B * W, 8 * P * SWEEP_WARPS) + (16 + 8 * P * S) * cluster
+    # What it takes to turn a sum of a tile's rows round, or to add up two of every channel over warps.
+    beside = SYSTEM_BYTES + max(4 * B * W, 8 * P * SWEEP_WARPS)
     tiles = (where.shared // SWEEP_PROGRAMS - beside) // (K * threads * 16)
     # Each map that stays takes H + R tiles, each other one ``ahead``; R > ahead.
     ahead = min(SWEEP_AHEAD + residual - larger, (tiles - held) // maps)
@@ -416,6 +403,8 @@ def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) ->
     H = (tiles - (maps - held) * ahead) // held - R
     if ahead < 2 or slabs > programs or K * B * place.row_stride >= 1 << 31:
         return None
+    across = triton.cdiv(place.rows, K * B)
+    S = triton.cdiv(across, triton.cdiv(across, programs // slabs))
     limit = min(255, where.registers // (SWEEP_PROGRAMS * threads) // 8 * 8)
     Q = 0
     most = triton.cdiv(across, S)
@@ -427,7 +416,7 @@ def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) ->
         fit = SWEEP_KEPT * SWEEP_BYTES // (K * threads * 16 * held)
         Q = min(triton.next_power_of_2(most - H - R), SWEEP_KEPT, fit)
     columns = 2 * P if 2 * P * S <= SWEEP_WORDS else triton.next_power_of_2(triton.cdiv(2 * P, S))
-    return Sweep(V, P, W, K, B, Q, H, R, ahead, S, slabs, columns, limit, cluster)
+    return Sweep(V, P, W, K, B, Q, H, R, ahead, S, slabs, columns, limit)
 
 
 def stages(read: int, where: Card) -> int:

@@ -6,7 +6,7 @@ members of a slab take tiles of K·B rows in turn, so that all programs together
 1. copies its tiles into shared memory, AHEAD of adding them up. The first Q go on into registers, the next H stay there, the
    others take turns in the R slots of a ring, where the last R stay. Where H are all, Q = R = 0;
 2. publishes its sums, and adds up those of all members; where these are many, some columns of them, publishes such totals, and
-   collects all totals. Members that are a CLUSTER exchange them by :mod:`.cluster` instead;
+   collects all totals;
 3. sweeps back: transforms the tiles, the last one first, and copies into each slot of the ring that becomes free the tile that
    stands R before. The L2 cache has read these last, and has the more of them as it need not have the first.
 
@@ -23,7 +23,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from .cluster import invite, over_cluster
 from .device import (
     await_words,
     coefficients,
@@ -48,7 +47,7 @@ from .ring import fetch
 def begin(
     rows, channels, row_stride, slabs, S,
     TILE: gl.constexpr, K: gl.constexpr, B: gl.constexpr, W: gl.constexpr, P: gl.constexpr, V: gl.constexpr,
-    PIXELS: gl.constexpr, WHOLE: gl.constexpr, CLUSTER: gl.constexpr,
+    PIXELS: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """Where a program's tiles lie.
 
@@ -56,9 +55,8 @@ def begin(
     and what :func:`inside` takes: which elements of a tile belong to the slab, the rows that they are in, rows from the first
     tile's first to the last there is, and how many fewer there are with each tile.
     """
-    # Programs of a cluster have numbers that follow each other.
-    slab = gl.program_id(0) // CLUSTER if CLUSTER > 1 else gl.program_id(0) % slabs
-    member = gl.program_id(0) % CLUSTER if CLUSTER > 1 else gl.program_id(0) // slabs
+    slab = gl.program_id(0) % slabs
+    member = gl.program_id(0) // slabs
     by_row: gl.constexpr = gl.SliceLayout(2, TILE)
     k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(1, by_row)), 1)
     row = gl.expand_dims(k * B + gl.expand_dims(gl.arange(0, B, gl.SliceLayout(0, by_row)), 0), 2)
@@ -235,7 +233,7 @@ def forward_kernel(
     V: gl.constexpr, P: gl.constexpr, W: gl.constexpr, K: gl.constexpr, B: gl.constexpr,
     PIXELS: gl.constexpr, WHOLE: gl.constexpr,
     Q: gl.constexpr, H: gl.constexpr, R: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr,
-    CLUSTER: gl.constexpr, COLUMNS: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
+    COLUMNS: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.device.forward_kernel`. Bytes: x read once, and again what is not held; r read and z written once."""
     J: gl.constexpr = W // V if W // V < 32 else 32
@@ -244,7 +242,7 @@ def forward_kernel(
     SLOT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     number: gl.constexpr = x_ptr.dtype.element_ty
     slab, member, tiles, first, step, offsets, limits = begin(
-        rows, channels, row_stride, slabs, S, TILE, K, B, W, P, V, PIXELS, WHOLE, CLUSTER
+        rows, channels, row_stride, slabs, S, TILE, K, B, W, P, V, PIXELS, WHOLE
     )
     c = slab * P + gl.arange(0, P, LANES)
     known = c < channels
@@ -256,8 +254,6 @@ def forward_kernel(
     for p in gl.static_range(AHEAD):
         fetch(ring, slot_of(p, Q, H, R), x_ptr + (first + p * step) + offsets, inside(p, limits))
         async_copy.commit_group()
-    if CLUSTER > 1:
-        room = invite(P, CLUSTER)
     epoch = epoch_of(sync_ptr)
     gamma, beta = affine(weight_ptr, bias_ptr, c, known, floor, HAS_WEIGHT, HAS_BIAS, P, LANES)
     if TRACK:
@@ -296,9 +292,7 @@ def forward_kernel(
             fetch(ring_r, p, r_ptr + (first + t * step) + offsets, inside(t, limits) & (t >= 0))
             async_copy.commit_group()
     one, other = by_channel(ones, squares, V, W, P, PIXELS, WARPS)
-    if CLUSTER > 1:
-        one, other = over_cluster(one, other, room, member, P, CLUSTER, WARPS)
-    elif SHARED:
+    if SHARED:
         one, other = exchange(one, other, words_ptr, slab, member, S, slabs, epoch, P, COLUMNS, BS, WARPS)
     mean, var = moments_from(about, one, other, m)
     invstd = 1.0 / gl.sqrt(var + eps)
@@ -353,7 +347,7 @@ def backward_kernel(
     V: gl.constexpr, P: gl.constexpr, W: gl.constexpr, K: gl.constexpr, B: gl.constexpr,
     PIXELS: gl.constexpr, WHOLE: gl.constexpr,
     Q: gl.constexpr, H: gl.constexpr, R: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr,
-    CLUSTER: gl.constexpr, COLUMNS: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
+    COLUMNS: gl.constexpr, BS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.device.backward_kernel`. Bytes: z, dz and r read once, and again what is not held; dx and dr written once."""
     J: gl.constexpr = W // V if W // V < 32 else 32
@@ -362,7 +356,7 @@ def backward_kernel(
     SLOT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     number: gl.constexpr = z_ptr.dtype.element_ty
     slab, member, tiles, first, step, offsets, limits = begin(
-        rows, channels, row_stride, slabs, S, TILE, K, B, W, P, V, PIXELS, WHOLE, CLUSTER
+        rows, channels, row_stride, slabs, S, TILE, K, B, W, P, V, PIXELS, WHOLE
     )
     c = slab * P + gl.arange(0, P, LANES)
     known = c < channels
@@ -377,8 +371,6 @@ def backward_kernel(
         at = (first + p * step) + offsets
         fetch_all(ring_z, ring_dz, ring_r, slot_of(p, Q, H, R), z_ptr, dz_ptr, r_ptr, at, inside(p, limits), RESIDUAL)
         async_copy.commit_group()
-    if CLUSTER > 1:
-        room = invite(P, CLUSTER)
     epoch = epoch_of(sync_ptr)
     gamma = over_tile(gamma_c, TILE, W, P, PIXELS)
     beta = over_tile(beta_c, TILE, W, P, PIXELS)
@@ -426,9 +418,7 @@ def backward_kernel(
     # All tiles have come; from here on, groups are those of the way back.
     async_copy.wait_group(0)
     one, other = by_channel(ones, others, V, W, P, PIXELS, WARPS)
-    if CLUSTER > 1:
-        one, other = over_cluster(one, other, room, member, P, CLUSTER, WARPS)
-    elif SHARED:
+    if SHARED:
         one, other = exchange(one, other, words_ptr, slab, member, S, slabs, epoch, P, COLUMNS, BS, WARPS)
     if not VARIANT_I:
         other = other / gamma_c

@@ -1,12 +1,13 @@
 """Other plans than the package's, measured beside it: how wide tiles are, how many programs work, how much is in hand.
 
-    python benchmarks/plans.py [--study crew ring sweep] [--rounds 9] [--out benchmarks/results]      # needs a GPU
+    python benchmarks/plans.py [--study crew ring sweep small] [--rounds 9] [--out benchmarks/results]      # needs a GPU
 
 crew: the four kernels of two launches, channels innermost, by the bytes of a row that a program has, the tiles a loop has in hand
 and the programs on a processor. ring: the two that hold channels in shared memory, by warps, programs on a processor and bytes of
 a tile. sweep: the two that hold what they can of channels innermost, by width, programs on a processor, bytes of a tile and tiles
-ahead. Every row of the CSV is one kernel under one plan; the first plan of each is the package's own. Device time, medians, with
-a cold L2 cache, all plans of a case in turn.
+ahead. small: the same two on small maps, by width, programs, warps and tiles ahead; narrow strips may have one member each, which
+exchanges nothing. Every row of the CSV is one kernel under one plan; the first plan of each is the package's own. Device time,
+medians, with a cold L2 cache, all plans of a case in turn. The file is named by its studies.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from inplace_abn.activations import resolve
 PHI, SLOPE = resolve("leaky_relu", 0.01)
 CREW_SHAPES = [(128, 256, 56, 56), (128, 512, 28, 28), (16, 128, 336, 336), (256, 64, 56, 56), (256, 512, 28, 28)]
 SWEEP_SHAPES = [(32, 2048, 7, 7), (128, 1024, 14, 14), (128, 512, 28, 28), (128, 256, 56, 56), (16, 128, 336, 336)]
+SMALL_SHAPES = [(32, 2048, 7, 7), (32, 1024, 14, 14), (32, 512, 14, 14), (32, 512, 7, 7), (128, 512, 7, 7)]
 RING_SHAPES = [(16, 128, 336, 336), (128, 256, 56, 56), (128, 64, 112, 112), (128, 512, 28, 28), (128, 1024, 14, 14)]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Passes over a map.
@@ -78,8 +80,20 @@ def sweep_plans() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"wide {wide}, programs {programs}, bytes {size}, ahead {ahead}", names
 
 
-PLANS = {"crew": crew_plans, "ring": ring_plans, "sweep": sweep_plans}
-SHAPES = {"crew": CREW_SHAPES, "ring": RING_SHAPES, "sweep": SWEEP_SHAPES}
+def small_plans() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "own", {}
+    for wide, programs, warps, ahead in itertools.product((32, 64), (1, 2), (4, 8), (3, 6)):
+        names = {
+            "SWEEP_WIDTHS": ((1 << 62, wide),),
+            "SWEEP_PROGRAMS": programs,
+            "SWEEP_WARPS": warps,
+            "SWEEP_AHEAD": ahead,
+        }
+        yield f"wide {wide}, programs {programs}, warps {warps}, ahead {ahead}", names
+
+
+PLANS = {"crew": crew_plans, "ring": ring_plans, "sweep": sweep_plans, "small": small_plans}
+SHAPES = {"crew": CREW_SHAPES, "ring": RING_SHAPES, "sweep": SWEEP_SHAPES, "small": SMALL_SHAPES}
 
 
 def adopt(plan: dict[str, Any]) -> None:
@@ -155,7 +169,7 @@ def main() -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda i: subprocess.run([*again, str(i)]), range(len(cases))))
     per_byte = microseconds_per_byte()
-    with gpu_file(given.out, "plans-of-kernels").open("w", newline="") as file:
+    with gpu_file(given.out, f"plans-of-{'-'.join(given.study)}").open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(COLUMNS)
         for case in cases:

@@ -325,7 +325,7 @@ def test_what_is_said_of_sweeps_was_measured():
     assert f"{sum(g > 1 for g in gains)} of {len(gains)} cases gain" in notes
     of_kernels = {
         (r["kernel"], r["dtype"], r["shape"], r["plan"]): float(r["median_us"])
-        for r in read("plans-of-kernels-H200-torch2.11.0-triton3.6.0.csv")
+        for r in read("plans-of-crew-H200-torch2.11.0-triton3.6.0.csv")
     }
     for kernel, dtype, plan in (
         ("transform", "bfloat16", "line 256, stages 1, programs 16"),

@@ -619,8 +619,20 @@ def test_functional_checks():
         inplace_abn(x, None, None, None, None, False)
     with pytest.raises(ValueError, match="num_batches_tracked"):
         inplace_abn(x, None, None, torch.zeros(C), torch.ones(C), True, None)
-    with pytest.raises(ValueError, match="scale-covariant"):
-        inplace_abn(x, None, torch.zeros(C), None, None, activation="tanh")
+    for training in (True, False):
+        with pytest.raises(ValueError, match="scale-covariant"):
+            inplace_abn(x, None, torch.zeros(C), torch.zeros(C), torch.ones(C), training, activation="tanh")
+
+
+@pytest.mark.parametrize("wrong", range(4))
+def test_a_vector_that_does_not_fit_is_named(wrong):
+    name = ("weight", "bias", "running_mean", "running_var")[wrong]
+    others = (torch.ones(C + 1), torch.ones(C, device="meta"), torch.ones(C).double())
+    for other, says in zip(others, ("has shape", "is on meta", "is torch.float64"), strict=True):
+        vectors = [torch.ones(C) for _ in range(4)]
+        vectors[wrong] = other
+        with pytest.raises((ValueError, TypeError), match=f"^{name} {says}"):
+            inplace_abn(torch.randn(2, C, 5, 5), *vectors)
 
 
 @pytest.mark.parametrize("grad", [True, False])

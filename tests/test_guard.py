@@ -275,6 +275,19 @@ def test_another_dtype_and_evaluation_are_looked_at():
     assert guard.of(fixed).keeps_x
 
 
+def test_without_gradients_nobody_waits(monkeypatch):
+    waits = counted(monkeypatch)
+    with torch.no_grad():
+        run(layer(0.01, 3.0))
+    assert not waits
+
+
+def test_the_doctor_remembers_a_residual_it_does_not_see():
+    one = layer(0.01)
+    run(one, residual=torch.randn(4, C, 6, 6, dtype=torch.bfloat16))
+    assert guard.of(one).keeps_x and doctor(one, torch.bfloat16).findings[0].decision == "keeps x"
+
+
 def test_the_doctor_decides_anew():
     one = layer()
     assert doctor(one, torch.bfloat16).findings[0].decision == "inverts"

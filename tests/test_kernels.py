@@ -516,7 +516,7 @@ def test_launches_are_described_to_those_who_listen(monkeypatch):
 def test_launches_go_where_the_tensors_are(monkeypatch):
     """Two GPUs, made up: the caller is on the first."""
     kernels = pytest.importorskip("inplace_abn.kernels")
-    here, ran = [0], []
+    here, ran, flags = [0], [], {}
 
     class Device:
         def __init__(self, index):
@@ -546,8 +546,9 @@ def test_launches_go_where_the_tensors_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: here[0], raising=False)
     for i in (0, 1, 0):
-        assert kernels.launches.launch(None, 1, 0, [on_the(i)], (), {})
-    assert ran == [(0, 10), (1, 11), (0, 10)] and here == [0]
+        assert kernels.launches.launch(None, 1, 0, [on_the(i)], (), flags)
+    # A kernel is loaded for each of them.
+    assert ran == [(0, 10), (1, 11), (0, 10)] and here == [0] and len(kernels.launches.LAUNCHES) == 2
 
 
 def test_residency_follows_registers_and_shared_memory():

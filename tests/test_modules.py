@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import inplace_abn
@@ -120,6 +123,33 @@ def test_channels_last_is_kept(kind, shape, layout):
     assert z.is_contiguous(memory_format=layout)
     z.pow(2).sum().backward()
     assert leaf.grad.is_contiguous(memory_format=layout)
+
+
+def test_settings_are_the_numbers_they_are_at_the_call():
+    """Whatever kind of number they come as, and whatever an equal one was before; what changes inside one is seen."""
+    x = torch.randn(4, 3, 5, 5)
+    want = F.leaky_relu(F.batch_norm(x, None, None, training=True, eps=0.25), 0.01)
+    for eps, momentum in ((Decimal("0.25"), Fraction(1, 2)), (np.array(0.25), np.float32(0.5)), (0.25, 0.5)):
+        layer = InPlaceABN(3, eps=eps, momentum=momentum)
+        layer.training = np.array(True)
+        assert torch.allclose(run(layer, x)[0], want, atol=1e-6)
+        assert torch.allclose(layer.running_mean, 0.5 * x.mean((0, 2, 3)), atol=1e-6)
+    layer = InPlaceABN(3, eps=torch.tensor(0.25))
+    run(layer, x)
+    layer.eps.fill_(-5.0)
+    with pytest.raises(ValueError, match=r"eps is -5\.0"):
+        run(layer, x)
+    assert layer.num_batches_tracked == 1
+    layer.eps, layer.variant = 0.25, ["I"]
+    with pytest.raises(ValueError, match="variant .* is unknown"):
+        run(layer, x)
+
+
+def test_a_parametrized_weight_is_the_one_that_counts():
+    layer, x = InPlaceABN(3), torch.randn(4, 3, 5, 5)
+    parametrize.register_parametrization(layer, "weight", nn.Softplus())
+    want = F.leaky_relu(F.batch_norm(x, None, None, layer.weight, None, training=True), 0.01)
+    assert torch.allclose(run(layer, x)[0], want, atol=1e-6) and not torch.allclose(layer.weight, torch.ones(3))
 
 
 def test_attributes_may_change_after_construction():

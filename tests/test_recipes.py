@@ -986,7 +986,13 @@ def test_segmentation_from_training_to_prediction(tmp_path, capsys, monkeypatch)
         second.setenv("WORLD_SIZE", "2")
         second.setenv("RANK", "1")
         assert main(["predict", str(folder), images, str(tmp_path / "share"), *options]) == 0
-    assert [path.name for path in (tmp_path / "share").iterdir()] == ["1.png"]
+        assert [path.name for path in (tmp_path / "share").iterdir()] == ["1.png"]
+        so_far = capsys.readouterr()
+        assert "1 of 2 predictions" in so_far.out
+        # Left over from elsewhere: this is one process.
+        second.delenv("WORLD_SIZE")
+        assert main(["predict", str(folder), images, str(tmp_path / "alone"), *options]) == 0
+        assert len(list((tmp_path / "alone").iterdir())) == 2
     assert main(["predict", str(folder), images, images]) == 1
     assert torch.equal(read_image(tmp_path / "images" / "0.png"), picture(0, (20, 30)))
     png(tmp_path / "images" / "0.bmp", picture())
@@ -994,7 +1000,7 @@ def test_segmentation_from_training_to_prediction(tmp_path, capsys, monkeypatch)
     damaged(tmp_path / "images" / "1.png", 0)
     (tmp_path / "images" / "0.bmp").unlink()
     assert main(["predict", str(folder), images, str(out)]) == 1
-    said = capsys.readouterr().err
+    said = so_far.err + capsys.readouterr().err
     assert "holds the images themselves" in said and "the same name: 0" in said and "1.png cannot be read" in said
     assert "view 'ten' is of classification" in said
 

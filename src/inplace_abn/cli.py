@@ -515,13 +515,13 @@ def predict(given: argparse.Namespace) -> None:
             raise ValueError("--tile and --longest are numbers of pixels, 0 for none; tiles are multiples of 32")
         given.out.mkdir(parents=True, exist_ok=True)
         task = Segmentation(given.tile)
-        paths = paths[rank::count]
-        for path in track(paths, description="predicting", disable=bool(rank) or not sys.stderr.isatty()):
+        own = paths[rank::count]
+        for path in track(own, description="predicting", disable=bool(rank) or not sys.stderr.isatty()):
             classes, sure = predictor(path, scales, given.flip, given.fusion, task)
             prediction.write(given.out / path.stem, classes, sure, given.output, predictor.labels)
     except (ValueError, OSError, ImportError) as error:
         raise Mistake(str(error)) from error
-    print(f"{len(paths)} predictions in {given.out}")
+    print(f"{len(own)}{f' of {len(paths)}' if count > 1 else ''} predictions in {given.out}")
 
 
 if __name__ == "__main__":

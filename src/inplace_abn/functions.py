@@ -75,9 +75,15 @@ def settled(
     overwrite: bool = True,
 ) -> Settings:
     """The settings of a call, or an error if they cannot be right, whatever the input."""
-    # Of a layer they are the same at every call. Compilers look through no cache.
-    settle = _settled.__wrapped__ if torch.compiler.is_compiling() else _settled
-    return settle(training, momentum, eps, activation, float(activation_param), floor, variant, overwrite)
+    if variant not in VARIANTS:
+        raise ValueError(f"variant {variant!r} is unknown; one of: {', '.join(VARIANTS)}")
+    if torch.compiler.is_compiling():
+        # Compilers look through no cache.
+        settle = _settled.__wrapped__
+        return settle(training, momentum, eps, activation, float(activation_param), floor, variant, overwrite)
+    # Of a layer they are the same at every call. As plain numbers: what is equal is alike then, and nothing changes inside.
+    momentum, eps, floor = None if momentum is None else float(momentum), float(eps), float(floor)
+    return _settled(bool(training), momentum, eps, activation, float(activation_param), floor, variant, bool(overwrite))
 
 
 @lru_cache(maxsize=1024)
@@ -96,8 +102,6 @@ def _settled(
         raise ValueError(f"eps is {eps}; it must be positive, such as 1e-5")
     if not floor >= 0:
         raise ValueError(f"weight_floor is {floor}; it must not be negative")
-    if variant not in VARIANTS:
-        raise ValueError(f"variant {variant!r} is unknown; one of: {', '.join(VARIANTS)}")
     # Nothing is divided by γ where x is kept.
     return Settings(training, momentum, eps, phi, a, 0.0 if phi.inverse is None else floor, variant, overwrite)
 

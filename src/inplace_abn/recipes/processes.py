@@ -29,8 +29,8 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Which of them this is."""
-    return int(os.environ.get("RANK", "0"))
+    """Which of them this is; the first where there is one, whatever an environment has left over."""
+    return int(os.environ.get("RANK", "0")) if world_size() > 1 else 0
 
 
 def own_device(device: torch.device | None) -> torch.device:

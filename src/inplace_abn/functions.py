@@ -311,7 +311,10 @@ def in_steps(x: Tensor, vectors: Vectors, how: Settings, residual: Tensor | None
 
 
 class InPlaceABN(torch.autograd.Function):
-    """z = φ(BN(x) [+ r]) and its gradient. Saved: z, weight, bias, r, invstd; with a record x, weight, bias, r, invstd, mean."""
+    """z = φ(BN(x) [+ r]) and its gradient.
+
+    Saved: z, weight, bias, r, invstd, None; with a record x, weight, bias, r, invstd, mean.
+    """
 
     @staticmethod
     def forward(
@@ -330,22 +333,21 @@ class InPlaceABN(torch.autograd.Function):
 
         With a record, x is kept and z new.
         """
-        ctx.record, ctx.ops = record, None
         if record is not None:
             record.node = weakref.ref(ctx)
-            return InPlaceABN._forward_keeping_x(ctx, x, weight, bias, residual, buffers, how, group, anchor)
+            return InPlaceABN._forward_keeping_x(ctx, x, weight, bias, residual, buffers, how, group, anchor, record)
         ops = backend(x)
-        ctx.group, ctx.count = group, None
         # Statistics move once.
         running_mean, running_var, num_batches_tracked = (
             (None, None, None) if recomputing() and how.training else buffers
         )
+        kept_ops = count = None
         fresh = False
         if how.overwrite and may_overwrite(x) and (residual is None or not _share_memory(x, residual)):
             z = x
             ctx.mark_dirty(x)
             # No hooks store z, or it would not be overwritten: backward finds it as it is here.
-            ctx.ops = ops
+            kept_ops = ops
         elif how.training and anchor is None and is_dense(x):
             fresh = True
         else:
@@ -356,11 +358,11 @@ class InPlaceABN(torch.autograd.Function):
             rest = (how.momentum, how.eps, how.floor, how.phi, how.a, residual)
             z, _, invstd = ops.normalize_batch(x, weight, bias, *moved, *rest)
         elif anchor is not None:
-            mean, var, ctx.count = _moments_of_all(z, ops, group)
+            mean, var, count = _moments_of_all(z, ops, group)
             invstd = (var + how.eps).rsqrt_()
             if z.numel():
                 ops.normalize_(z, mean, invstd, weight, bias, how.floor, how.phi, how.a, residual)
-            unbiased = var * (ctx.count / (ctx.count - 1))
+            unbiased = var * (count / (count - 1))
             reference.track(running_mean, running_var, num_batches_tracked, mean, unbiased, how.momentum)
         elif how.training:
             invstd = ops.normalize_batch_(
@@ -381,9 +383,9 @@ class InPlaceABN(torch.autograd.Function):
             assert running_mean is not None and running_var is not None
             invstd = (running_var.double() + how.eps).rsqrt_()
             ops.normalize_(z, running_mean.double(), invstd, weight, bias, how.floor, how.phi, how.a, residual)
-        ctx.save_for_backward(z, weight, bias, residual, invstd)
-        ctx.how = how
-        ctx.checksum = _checksum(z) if DEBUG and not z.is_meta else None
+        ctx.save_for_backward(z, weight, bias, residual, invstd, None)
+        # At once: each attribute is slow to set, and to find.
+        ctx.call = how, kept_ops, group, count, None, _checksum(z) if DEBUG and not z.is_meta else None
         return z
 
     @staticmethod
@@ -397,10 +399,11 @@ class InPlaceABN(torch.autograd.Function):
         how: Settings,
         group: Any,
         anchor: Tensor | None,
+        record: Record,
     ) -> Tensor:
         ops = backend(x)
         z: Tensor
-        ctx.group, ctx.count, ctx.how, ctx.checksum = group, None, how, None
+        count = None
         if recomputing() and how.training:
             # Statistics move once.
             buffers = (None, None, None)
@@ -415,15 +418,16 @@ class InPlaceABN(torch.autograd.Function):
                 # A copy: a training step in between may move the buffers.
                 mean, invstd = mean.to(reference.wide(x), copy=True), (var.double() + how.eps).rsqrt_()
             else:
-                mean, var, ctx.count = _moments_of_all(x, ops, group)
+                mean, var, count = _moments_of_all(x, ops, group)
                 invstd = (var + how.eps).rsqrt_()
-                unbiased = var * (ctx.count / (ctx.count - 1))
+                unbiased = var * (count / (count - 1))
                 running_mean, running_var, tracked = buffers
                 reference.track(running_mean, running_var, tracked, mean, unbiased, how.momentum)
             mean, invstd = mean.to(reference.wide(x)), invstd.to(reference.wide(x))
             if x.numel():
                 ops.normalize_(x, mean, invstd, weight, bias, how.floor, how.phi, how.a, residual, z)
         ctx.save_for_backward(x, weight, bias, residual, invstd, mean)
+        ctx.call = how, None, group, count, record, None
         return z
 
     @staticmethod
@@ -441,10 +445,10 @@ class InPlaceABN(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        how, ops, group, count, record, checksum = ctx.call
         # z is x where x was kept, and the mean is there.
-        z, weight, bias, residual, invstd, mean = _saved(ctx)
-        how: Settings = ctx.how
-        ops = ctx.ops or backend(z)
+        z, weight, bias, residual, invstd, mean = _saved(ctx, how, record, checksum)
+        ops = ops or backend(z)
         rest = (how.floor, how.phi, how.a, how.variant, residual)
         need_x, need_weight, need_bias, need_r = ctx.needs_input_grad[:4]
         dx = dgamma = dbeta = dr = None
@@ -453,15 +457,15 @@ class InPlaceABN(torch.autograd.Function):
         elif need_r:
             dr, need_x = torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device), True
         fill = dr if need_r else None
-        if ctx.count is not None:
+        if count is not None:
             if z.numel():
                 dbeta, dgamma = ops.sums(dz, z, weight, bias, *rest, mean, invstd)
             else:
                 dbeta, dgamma = z.new_zeros(2, z.shape[1])
             # Whatever this rank needs, the others wait for its sums.
-            of_all = ranks.total_sums(dbeta, dgamma, ctx.group)
+            of_all = ranks.total_sums(dbeta, dgamma, group)
             if need_x:
-                means = (s / ctx.count for s in of_all)
+                means = (s / count for s in of_all)
                 last = (*rest, fill, mean)
                 dx = ops.input_grad(dz, z, weight, bias, invstd, *means, 1, *last) if z.numel() else dz.clone()
         elif how.training and need_x:
@@ -471,8 +475,8 @@ class InPlaceABN(torch.autograd.Function):
                 dbeta, dgamma = ops.sums(dz, z, weight, bias, *rest, mean, invstd)
             if need_x:
                 dx = ops.input_grad(dz, z, weight, bias, invstd, None, None, 0, *rest, fill, mean)
-        if ctx.record is not None:
-            ctx.record.forget()
+        if record is not None:
+            record.forget()
         dweight = _gradient_of(weight, dgamma) if need_weight else None
         dbias = _gradient_of(bias, dbeta) if need_bias else None
         return dx, dweight, dbias, dr
@@ -602,11 +606,10 @@ def check(x: Tensor, vectors: Vectors, how: Settings, alone: bool = True) -> Non
     if len(shape) < 2:
         raise ValueError(f"x has shape {tuple(shape)}; it needs at least two dimensions, (N, C) or (N, C, …)")
     channels = shape[1]
+    size = (channels,)
     weight, bias, running_mean, running_var, counter = vectors
     for v in (weight, bias, running_mean, running_var):
-        if v is not None and not (
-            v.shape == (channels,) and v.device == device and (v.dtype == dtype or v.dtype == torch.float32)
-        ):
+        if v is not None and not (v.shape == size and v.device == device and v.dtype in (dtype, torch.float32)):
             _refuse(v, x, vectors)
     if counter is not None and (counter.device != device or counter.dtype != torch.int64):
         raise ValueError(
@@ -674,25 +677,22 @@ def _checksum(z: Tensor) -> Tensor:
     return z.detach().resolve_neg().view(bits).sum(dtype=torch.int64)
 
 
-def _saved(ctx: Any) -> Any:
+def _saved(ctx: Any, how: Settings, record: Record | None, checksum: Tensor | None) -> tuple[Any, ...]:
     """The saved tensors, or an error that names the layer and the cure if they were written to."""
     try:
-        saved = ctx.saved_tensors if ctx.record is None else ctx.record.saved()
+        saved: tuple[Any, ...] = ctx.saved_tensors if record is None else record.saved()
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
         raise RuntimeError(
-            f"InPlaceABN with activation {ctx.how.phi.name}: its output z, or its weight, bias or residual, was changed in place "
+            f"InPlaceABN with activation {how.phi.name}: its output z, or its weight, bias or residual, was changed in place "
             "after the forward pass, but backward recovers everything from them. Use out-of-place operations on z "
             "(z = z + r for z += r, inplace=False for the next activation), and step the optimizer after backward. "
             f"Torch says: {error}"
         ) from error
-    if ctx.record is not None:
-        return saved
-    z = saved[0]
-    if ctx.checksum is not None and not torch.equal(ctx.checksum, _checksum(z)):
+    if checksum is not None and not torch.equal(checksum, _checksum(saved[0])):
         raise RuntimeError(
-            f"InPlaceABN with activation {ctx.how.phi.name} and output of shape {tuple(z.shape)}: z was changed through "
+            f"InPlaceABN with activation {how.phi.name} and output of shape {tuple(saved[0].shape)}: z was changed through "
             ".data or by a foreign kernel after the forward pass; work on a copy, z.clone()"
         )
-    return *saved, None
+    return saved

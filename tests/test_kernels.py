@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -516,7 +517,7 @@ def test_launches_are_described_to_those_who_listen(monkeypatch):
 def test_launches_go_where_the_tensors_are(monkeypatch):
     """Two GPUs, made up: the caller is on the first."""
     kernels = pytest.importorskip("inplace_abn.kernels")
-    here, ran, flags = [0], [], {}
+    here, ran = [0], []
 
     class Device:
         def __init__(self, index):
@@ -546,9 +547,45 @@ def test_launches_go_where_the_tensors_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: here[0], raising=False)
     for i in (0, 1, 0):
-        assert kernels.launches.launch(None, 1, 0, [on_the(i)], (), flags)
+        assert kernels.launches.launch(None, 1, 0, [on_the(i)], (), (dict,))
     # A kernel is loaded for each of them.
     assert ran == [(0, 10), (1, 11), (0, 10)] and here == [0] and len(kernels.launches.LAUNCHES) == 2
+
+
+def test_a_launch_is_known_by_all_that_is_compiled_into_it(monkeypatch):
+    """Calls that share one have tensors of the same dtypes, and ask for the same flags."""
+    kernels = pytest.importorskip("inplace_abn.kernels")
+    used, compiled = [], {}
+
+    class Unlaunched(dict):
+        def __getitem__(self, key):
+            used.append(key)
+            return kernels.launches.Launch(None, 1, 0, (0, 0), (), {}, {}, lambda *_: None)
+
+    launch = kernels.launches.launch
+
+    def recorded(kernel, maps, twice, tensors, floats, asked, *kinds):
+        assert launch(kernel, maps, twice, tensors, floats, asked, *kinds)
+        now = kernel, [t.dtype for t in tensors], asked[0](*asked[1:])
+        assert compiled.setdefault(used[-1], now) == now
+        return True
+
+    monkeypatch.setattr(kernels.launches, "LAUNCHES", Unlaunched())
+    monkeypatch.setattr(kernels.launches, "launch", recorded)
+    for name, dtype in itertools.product(("leaky_relu", "elu"), (torch.float32, torch.bfloat16)):
+        x, rest = torch.ones(2, 4, 3, 3, dtype=dtype), (1e-5, *resolve(name, 1.0))
+        vectors = [torch.ones(4, dtype=d) for d in dict.fromkeys((torch.float32, dtype))]
+        for weight, bias, r in itertools.product([None, *vectors], [None, *vectors], (None, x.clone())):
+            for running in [(None, None), *itertools.product(vectors, vectors)]:
+                for counter, momentum in itertools.product((None, torch.tensor(0)), (None, 0.1)):
+                    kernels.normalize_batch_(x, weight, bias, *running, counter, momentum, 1e-5, *rest, r)
+                    kernels.normalize_batch(x, weight, bias, *running, counter, momentum, 1e-5, *rest, r)
+            for mean, invstd, variant in itertools.product([None, 0.0, *vectors], vectors, ("I", "II")):
+                for dr in (None, x.clone()):
+                    kernels.input_grad_batch(x, x, weight, bias, invstd, *rest, variant, r, dr, mean)
+                    kernels.input_grad(x, x, weight, bias, invstd, None, None, 0, *rest, variant, r, dr, mean)
+                kernels.sums(x, x, weight, bias, *rest, variant, r, mean, invstd)
+    assert len({kernel for kernel, *_ in compiled.values()}) == 6
 
 
 def test_residency_follows_registers_and_shared_memory():
@@ -844,15 +881,6 @@ def test_without_a_team_each_verb_has_its_launch(kernels, monkeypatch, layout):
         step(kernels, SHAPES[shape], layout, torch.float32, "leaky_relu", 0.01, None)
     assert None in kernels.launches.LAUNCHES.values()
     assert not any(launch and launch.words for launch in kernels.launches.LAUNCHES.values())
-
-
-@runs_here
-def test_plans_outlive_nothing_they_are_known_by(kernels):
-    """Flags are known by their identity, which another dict could have later if they were not kept."""
-    for name in ("leaky_relu", "elu"):
-        step(kernels, SHAPES["odd"], "contiguous", torch.float32, name, 1.0, None)
-    kept = {id(flags) for flags in kernels.launches.KEPT}
-    assert {key[1] for key in kernels.launches.LAUNCHES} <= kept
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU teams run as they are")

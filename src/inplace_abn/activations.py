@@ -30,7 +30,8 @@ Formula = Callable[[Tensor, float], Tensor]
 Gradient = Callable[[Tensor, Tensor, float], Tensor]
 
 
-@dataclass(frozen=True)
+# By identity, which is quicker: rows are looked up, not made.
+@dataclass(frozen=True, eq=False)
 class Activation:
     """One row of the table.
 

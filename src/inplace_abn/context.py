@@ -87,8 +87,9 @@ def _keeps_its_output(node: type) -> bool:
 
 def may_overwrite(x: Tensor) -> bool:
     """Whether writing to x changes nothing that anybody else was promised."""
+    maker = x.grad_fn
     # No history: a batch of data, or a leaf. Its owner has not agreed to lose it.
-    if x.grad_fn is None or _keeps_its_output(type(x.grad_fn)) or _is_hooked() or recomputing():
+    if maker is None or _keeps_its_output(type(maker)) or _is_hooked() or recomputing():
         return False
     if x._is_view():
         base = x._base

@@ -64,7 +64,7 @@ def is_too_large(errors: Tensor) -> bool:
     return not float(errors.double().square().mean()) <= LIMIT**2
 
 
-Known = tuple[int, int, int, int, torch.dtype]
+Known = tuple[tuple[int, int], tuple[int, int], torch.dtype]
 
 
 class Guard:
@@ -156,7 +156,7 @@ def of(layer: nn.Module) -> Guard:
 def _known(layer: nn.Module, dtype: torch.dtype) -> Known:
     """Which γ and β, of which version, a decision is about, and for which dtype of x."""
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    return *_identity(weight), *_identity(bias), dtype
+    return _identity(weight), _identity(bias), dtype
 
 
 def _identity(v: Tensor | None) -> tuple[int, int]:

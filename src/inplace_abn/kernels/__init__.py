@@ -66,7 +66,6 @@ def _vector(v: Tensor | float | None, instead: Tensor) -> Tensor:
     return v.contiguous() if isinstance(v, Tensor) else instead
 
 
-@cache
 def _forward_flags(
     track: bool, cumulative: bool, counted: bool, weight: bool, bias: bool, residual: bool, phi: Activation | None
 ) -> dict[str, Any]:
@@ -77,7 +76,6 @@ def _forward_flags(
     }  # fmt: skip
 
 
-@cache
 def _backward_flags(
     weight: bool,
     bias: bool,
@@ -111,8 +109,8 @@ def _moments(
     mean, var, invstd = (torch.empty(x.shape[1], dtype=torch.float32, device=x.device) for _ in range(3))
     moved = [*(running or (mean, var)), invstd if tracked is None else tracked]
     floats = (x.numel() / x.shape[1], momentum or 0.0, eps)
-    flags = _forward_flags(running is not None, momentum is None, False, False, False, False, None)
-    launches.launch(device.moments_kernel, 1, 0, [x, mean, var, invstd, *moved], floats, flags)
+    asked = _forward_flags, running is not None, momentum is None, False, False, False, False, None
+    launches.launch(device.moments_kernel, 1, 0, [x, mean, var, invstd, *moved], floats, asked)
     return mean, var, invstd
 
 
@@ -132,9 +130,9 @@ def _transform_(
     vectors = [mean.contiguous(), invstd.contiguous(), _vector(weight, mean), _vector(bias, mean)]
     maps = [x, x if residual is None else _as(residual, x), x if out is None else out]
     has = tracked is not None, weight is not None, bias is not None, residual is not None
-    flags = _forward_flags(False, False, *has, phi)
+    asked = _forward_flags, False, False, *has, phi
     counter = mean if tracked is None else tracked
-    launches.launch(device.transform_kernel, 3, 0, [*maps, *vectors, counter], (floor, a), flags)
+    launches.launch(device.transform_kernel, 3, 0, [*maps, *vectors, counter], (floor, a), asked)
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -178,11 +176,12 @@ def normalize_batch_(
     invstd = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
     means, variances = dense or (invstd, invstd)
     r = x if residual is None else _as(residual, x)
-    tensors = [x, r, _vector(weight, invstd), _vector(bias, invstd), invstd, means, variances]
+    gamma, beta, counter = _vector(weight, invstd), _vector(bias, invstd), invstd if tracked is None else tracked
+    tensors = [x, r, gamma, beta, invstd, means, variances, counter]
+    kinds = gamma.dtype, beta.dtype, means.dtype, variances.dtype
     has = tracked is not None, weight is not None, bias is not None, residual is not None
-    flags = _forward_flags(dense is not None, momentum is None, *has, phi)
-    tensors.append(invstd if tracked is None else tracked)
-    if not launches.launch(device.forward_kernel, 2, 1, tensors, (momentum or 0.0, eps, floor, a), flags):
+    asked = _forward_flags, dense is not None, momentum is None, *has, phi
+    if not launches.launch(device.forward_kernel, 2, 1, tensors, (momentum or 0.0, eps, floor, a), asked, kinds):
         mean, _, invstd = _moments(x, eps, dense, tracked, momentum)
         _transform_(x, mean, invstd, weight, bias, tracked, floor, phi, a, r if residual is not None else None)
     _have_moved(running_mean, running_var, tracked, dense)
@@ -211,7 +210,8 @@ def _have_moved(
         running_mean.copy_(dense[0])
     if dense[1] is not running_var:
         running_var.copy_(dense[1])
-    written = [t for t in (running_mean, running_var, tracked) if t is not None and not t.is_inference()]
+    # What was made under inference mode has no version, and is passed over.
+    written = (running_mean, running_var) if tracked is None else (running_mean, running_var, tracked)
     torch.autograd.graph.increment_version(written)
 
 
@@ -256,8 +256,8 @@ def sums(
     maps = [_as(dz, z), z, z if residual is None else _as(residual, z)]
     vectors = [*(_vector(v, sum_dy) for v in (weight, bias, mean, invstd)), sum_dy, sum_dy_xhat]
     has = weight is not None, bias is not None, residual is not None, mean is not None, isinstance(mean, float)
-    flags = _backward_flags(*has, phi, variant)
-    launches.launch(device.sums_kernel, 3, 0, maps + vectors, (floor, a), flags)
+    asked = _backward_flags, *has, phi, variant
+    launches.launch(device.sums_kernel, 3, 0, maps + vectors, (floor, a), asked)
     return sum_dy, sum_dy_xhat
 
 
@@ -283,8 +283,8 @@ def input_grad(
     maps = [_as(dz, z), z, z if residual is None else _as(residual, z), dx, dx if dr is None else dr]
     vectors = [_vector(v, invstd) for v in (weight, bias, mean, invstd, sum_dy, sum_dy_xhat)]
     has = weight is not None, bias is not None, residual is not None, mean is not None, isinstance(mean, float)
-    flags = _backward_flags(*has, phi, variant, dr is not None, sum_dy is None)
-    launches.launch(device.input_grad_kernel, 5, 0, maps + vectors, (max(count, 1), floor, a), flags)
+    asked = _backward_flags, *has, phi, variant, dr is not None, sum_dy is None
+    launches.launch(device.input_grad_kernel, 5, 0, maps + vectors, (max(count, 1), floor, a), asked)
     return dx
 
 
@@ -324,11 +324,13 @@ def input_grad_batch(
     r = None if residual is None else _as(residual, z)
     dz, dx, sum_dy, sum_dy_xhat = _as(dz, z), _like(z), torch.empty_like(invstd), torch.empty_like(invstd)
     maps = [dz, z, z if r is None else r, dx, dx if dr is None else dr]
-    vectors = [_vector(weight, invstd), _vector(bias, invstd), _vector(mean, invstd), invstd, sum_dy, sum_dy_xhat]
+    gamma, beta, shift = _vector(weight, invstd), _vector(bias, invstd), _vector(mean, invstd)
+    vectors = [gamma, beta, shift, invstd, sum_dy, sum_dy_xhat]
+    kinds = gamma.dtype, beta.dtype, shift.dtype, invstd.dtype
     has = weight is not None, bias is not None, r is not None, mean is not None, isinstance(mean, float)
-    flags = _backward_flags(*has, phi, variant, dr is not None)
+    asked = _backward_flags, *has, phi, variant, dr is not None
     twice = 2 if r is None else 3
-    if launches.launch(device.backward_kernel, 5, twice, maps + vectors, (floor, a), flags):
+    if launches.launch(device.backward_kernel, 5, twice, maps + vectors, (floor, a), asked, kinds):
         return dx, sum_dy_xhat, sum_dy
     # Not beside those of the verbs.
     del dx, maps, sum_dy, sum_dy_xhat, vectors

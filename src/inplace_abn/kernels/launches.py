@@ -90,17 +90,23 @@ def _to_stay(make: Callable[..., tuple[Tensor, Tensor]], where: torch.device, *s
 
 # By what a call looks like; None where the card cannot hold a team.
 LAUNCHES: dict[tuple[Any, ...], Launch | None] = {}
-# The flags that keys of these name by identity.
-KEPT: list[dict[str, Any]] = []
 
 
 def launch(
-    kernel: Any, maps: int, twice: int, tensors: list[Tensor], floats: tuple[float, ...], flags: dict[str, Any]
+    kernel: Any,
+    maps: int,
+    twice: int,
+    tensors: list[Tensor],
+    floats: tuple[float, ...],
+    asked: tuple[Any, ...],
+    kinds: tuple[torch.dtype, ...] | None = None,
 ) -> bool:
     """Run a kernel, planned and compiled on the first call of its kind; False where the card cannot.
 
     The first ``maps`` of the tensors are full-sized. ``twice`` says how many of these one launch reads twice, by a team, and
-    is to find in the cache the second time; 0 for the kernels whose members do not wait. Flags come out of a cache.
+    is to find in the cache the second time; 0 for the kernels whose members do not wait. What is ``asked`` of it, a function and
+    its arguments, gives the flags that are compiled into it. ``kinds`` are the dtypes of the vectors that calls asking the same
+    may have in several; unless told, those of all vectors.
     """
     x = tensors[0]
     # None on a CPU, where kernels are interpreted.
@@ -108,18 +114,18 @@ def launch(
     if gpu is not None and torch._C._cuda_getDevice() != gpu:
         # It would run where the caller is, not where its tensors are.
         with torch.cuda.device(gpu):
-            return launch(kernel, maps, twice, tensors, floats, flags)
+            return launch(kernel, maps, twice, tensors, floats, asked, kinds)
     pointers = [*map(Tensor.data_ptr, tensors)]
     aligned = straight = not reduce(or_, pointers) % 16
     if not straight:
         aligned = not reduce(or_, pointers[:maps]) % 16
-    # All that a plan depends on, or that is compiled into a kernel. By identity what stays: it is quicker than by contents.
-    key = (id(kernel), id(flags), x.shape, x.stride(), gpu, aligned, x.dtype, *[t.dtype for t in tensors[maps:]])
+    # All that a plan depends on, or that is compiled into a kernel. Kernels stay: their identity does, and their hash is slow.
+    kinds = kinds or tuple([t.dtype for t in tensors[maps:]])
+    key = id(kernel), asked, kinds, x.shape, x.stride(), x.dtype, gpu, aligned
     try:
         found = LAUNCHES[key]
     except KeyError:
-        # An identity belongs to what lives: of flags that two threads made at once, the cache drops one.
-        KEPT.append(flags)
+        flags = asked[0](*asked[1:])
         found = LAUNCHES[key] = _prepare(kernel, aligned, maps, twice, tensors, tuple(map(float, floats)), flags)
     if found is None:
         return False

@@ -158,12 +158,16 @@ class Sweep(NamedTuple):
 
 def layout(x: Tensor) -> Layout | None:
     """See x as channels outer or inner, or say that its strides allow neither."""
-    place = _layout(x.shape, x.stride())
+    return _countable(x.shape, x.stride())
+
+
+@lru_cache(maxsize=4096)
+def _countable(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout | None:
+    place = _layout(shape, strides)
     # Kernels count rows and pixels in 32 bits; offsets have 64.
     return place if place is not None and max(place.rows, place.pixels) < 1 << 30 else None
 
 
-@lru_cache(maxsize=4096)
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout | None:
     images, channels = shape[:2]
     step, pixels = None, 1

@@ -23,6 +23,8 @@ POINTS = torch.tensor(
 def test_the_table_names_its_rows():
     assert all(name == phi.name for name, phi in ACTIVATIONS.items())
     assert set(ACTIVATIONS) == set(PHI)
+    with pytest.raises(TypeError):
+        ACTIVATIONS["leaky_relu"] = ACTIVATIONS["elu"]
 
 
 @pytest.mark.parametrize("phi", ACTIVATIONS.values(), ids=names)

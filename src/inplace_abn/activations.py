@@ -13,8 +13,9 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch as xp
@@ -296,99 +297,99 @@ def _leaky_relu_aten(dz: Tensor, z: Tensor, a: float) -> Tensor:
     return torch.ops.aten.leaky_relu_backward(dz, z, a, True)  # type: ignore[no-any-return]
 
 
-ACTIVATIONS: dict[str, Activation] = {
-    row.name: row
-    for row in (
-        Activation(
-            "leaky_relu",
-            plain=lambda y, a: F.leaky_relu(y, a, inplace=True),
-            forward=leaky_relu,
-            inverse=leaky_relu_inverse,
-            backward=leaky_relu_backward,
-            parameter="slope",
-            scale_covariant=True,
-            fused=(F.leaky_relu_, lambda z, a: F.leaky_relu(z, 1.0 / a), _leaky_relu_aten),
-        ),
-        Activation(
-            "elu",
-            plain=lambda y, a: F.elu(y, a, inplace=True),
-            forward=elu,
-            inverse=elu_inverse,
-            backward=elu_backward,
-            parameter="alpha",
-        ),
-        Activation(
-            "identity",
-            plain=identity,
-            forward=identity,
-            inverse=identity,
-            backward=identity_backward,
-            scale_covariant=True,
-        ),
-        Activation(
-            "tanh",
-            plain=lambda y, a: torch.tanh_(y),
-            forward=tanh,
-            inverse=tanh_inverse,
-            backward=tanh_backward,
-        ),
-        Activation(
-            "sigmoid",
-            plain=lambda y, a: torch.sigmoid_(y),
-            forward=sigmoid,
-            inverse=sigmoid_inverse,
-            backward=sigmoid_backward,
-        ),
-        Activation(
-            "softplus",
-            # Torch turns linear past its threshold; at the default 20 that costs float64 seven digits.
-            plain=lambda y, a: F.softplus(y, threshold=40.0),
-            forward=softplus,
-            inverse=softplus_inverse,
-            backward=softplus_backward,
-        ),
-        Activation(
-            "selu",
-            plain=lambda y, a: F.selu(y, inplace=True),
-            forward=selu,
-            inverse=selu_inverse,
-            backward=selu_backward,
-        ),
-        Activation(
-            "celu",
-            # The same function as F.celu, whose backward rounds 1/α to float32 (2e-8 off in float64).
-            plain=lambda y, a: a * F.elu(y / a, inplace=True),
-            forward=celu,
-            inverse=celu_inverse,
-            backward=celu_backward,
-            parameter="alpha",
-        ),
-        Activation(
-            "relu",
-            plain=lambda y, a: F.relu(y, inplace=True),
-            forward=relu,
-            inverse=None,
-            backward=relu_backward,
-            scale_covariant=True,
-        ),
-        Activation(
-            "relu6", plain=lambda y, a: F.relu6(y, inplace=True), forward=relu6, inverse=None, backward=relu6_backward
-        ),
-        Activation(
-            "hardswish", plain=lambda y, a: F.hardswish(y), forward=hardswish, inverse=None, backward=hardswish_backward
-        ),
-        Activation("silu", plain=lambda y, a: F.silu(y), forward=silu, inverse=None, backward=silu_backward),
-        Activation("gelu", plain=lambda y, a: F.gelu(y), forward=gelu, inverse=None, backward=gelu_backward),
-        Activation(
-            "gelu_tanh",
-            plain=lambda y, a: F.gelu(y, approximate="tanh"),
-            forward=gelu_tanh,
-            inverse=None,
-            backward=gelu_tanh_backward,
-        ),
-        Activation("mish", plain=lambda y, a: F.mish(y), forward=mish, inverse=None, backward=mish_backward),
-    )
-}
+_ROWS = (
+    Activation(
+        "leaky_relu",
+        plain=lambda y, a: F.leaky_relu(y, a, inplace=True),
+        forward=leaky_relu,
+        inverse=leaky_relu_inverse,
+        backward=leaky_relu_backward,
+        parameter="slope",
+        scale_covariant=True,
+        fused=(F.leaky_relu_, lambda z, a: F.leaky_relu(z, 1.0 / a), _leaky_relu_aten),
+    ),
+    Activation(
+        "elu",
+        plain=lambda y, a: F.elu(y, a, inplace=True),
+        forward=elu,
+        inverse=elu_inverse,
+        backward=elu_backward,
+        parameter="alpha",
+    ),
+    Activation(
+        "identity",
+        plain=identity,
+        forward=identity,
+        inverse=identity,
+        backward=identity_backward,
+        scale_covariant=True,
+    ),
+    Activation(
+        "tanh",
+        plain=lambda y, a: torch.tanh_(y),
+        forward=tanh,
+        inverse=tanh_inverse,
+        backward=tanh_backward,
+    ),
+    Activation(
+        "sigmoid",
+        plain=lambda y, a: torch.sigmoid_(y),
+        forward=sigmoid,
+        inverse=sigmoid_inverse,
+        backward=sigmoid_backward,
+    ),
+    Activation(
+        "softplus",
+        # Torch turns linear past its threshold; at the default 20 that costs float64 seven digits.
+        plain=lambda y, a: F.softplus(y, threshold=40.0),
+        forward=softplus,
+        inverse=softplus_inverse,
+        backward=softplus_backward,
+    ),
+    Activation(
+        "selu",
+        plain=lambda y, a: F.selu(y, inplace=True),
+        forward=selu,
+        inverse=selu_inverse,
+        backward=selu_backward,
+    ),
+    Activation(
+        "celu",
+        # The same function as F.celu, whose backward rounds 1/α to float32 (2e-8 off in float64).
+        plain=lambda y, a: a * F.elu(y / a, inplace=True),
+        forward=celu,
+        inverse=celu_inverse,
+        backward=celu_backward,
+        parameter="alpha",
+    ),
+    Activation(
+        "relu",
+        plain=lambda y, a: F.relu(y, inplace=True),
+        forward=relu,
+        inverse=None,
+        backward=relu_backward,
+        scale_covariant=True,
+    ),
+    Activation(
+        "relu6", plain=lambda y, a: F.relu6(y, inplace=True), forward=relu6, inverse=None, backward=relu6_backward
+    ),
+    Activation(
+        "hardswish", plain=lambda y, a: F.hardswish(y), forward=hardswish, inverse=None, backward=hardswish_backward
+    ),
+    Activation("silu", plain=lambda y, a: F.silu(y), forward=silu, inverse=None, backward=silu_backward),
+    Activation("gelu", plain=lambda y, a: F.gelu(y), forward=gelu, inverse=None, backward=gelu_backward),
+    Activation(
+        "gelu_tanh",
+        plain=lambda y, a: F.gelu(y, approximate="tanh"),
+        forward=gelu_tanh,
+        inverse=None,
+        backward=gelu_tanh_backward,
+    ),
+    Activation("mish", plain=lambda y, a: F.mish(y), forward=mish, inverse=None, backward=mish_backward),
+)
+
+# Read-only, as calls keep the row they found.
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({row.name: row for row in _ROWS})
 
 # Names of earlier releases for the same function.
 ALIASES: dict[str | None, str] = {"none": "identity", None: "identity"}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import statistics
+import weakref
 
 import pytest
 import torch
@@ -273,6 +275,22 @@ def test_another_dtype_and_evaluation_are_looked_at():
     fixed = layer(0.01, 3.0).eval()
     run(fixed)
     assert guard.of(fixed).keeps_x
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_parameter_that_was_looked_at_stays_until_another_is(resumed):
+    """Else one put in its place might get its address, by which parameters are told apart."""
+    one = layer()
+    run(one)
+    if resumed:
+        load_guard_state(one, guard_state(one))
+    was = weakref.ref(one.bias)
+    one.bias = nn.Parameter(torch.full((C,), 1000.0))
+    gc.collect()
+    assert was() is not None
+    run(one)
+    gc.collect()
+    assert was() is None and guard.of(one).keeps_x
 
 
 def test_without_gradients_nobody_waits(monkeypatch):

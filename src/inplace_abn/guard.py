@@ -74,6 +74,7 @@ class Guard:
         self.keeps_x: bool | None = None
         self.steps = 0
         self.known: Known | None = None
+        self.held: tuple[Tensor | None, Tensor | None] = (None, None)
         self.was_known = False
         self.saw_residual = False
         self.pending: Tensor | None = None
@@ -101,7 +102,7 @@ class Guard:
         if self.keeps_x is None or now != self.known:
             self.keeps_x = is_too_large(self._errors(layer, x, residual))
             self.known, self.steps, self.pending = now, 0, None
-            _register(layer)
+            self._hold(layer)
             return self.keeps_x
         self.steps += 1
         if self.pending is not None:
@@ -141,6 +142,11 @@ class Guard:
         self.pending = None if state["pending"] is None else torch.tensor(state["pending"])
         self.known = None if state["dtype"] is None else _known(layer, getattr(torch, state["dtype"]))
         self.saw_residual = state["saw_residual"]
+        self._hold(layer)
+
+    def _hold(self, layer: nn.Module) -> None:
+        # Or parameters put in their place might get their addresses, and be taken for them.
+        self.held = layer._parameters.get("weight"), layer._parameters.get("bias")
         _register(layer)
 
 

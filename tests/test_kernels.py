@@ -553,20 +553,21 @@ def test_launches_go_where_the_tensors_are(monkeypatch):
 
 
 def test_a_launch_is_known_by_all_that_is_compiled_into_it(monkeypatch):
-    """Calls that share one have tensors of the same dtypes, and ask for the same flags."""
+    """Calls that share one have maps of one shape, strides and alignment, the same dtypes, and ask for the same flags."""
     kernels = pytest.importorskip("inplace_abn.kernels")
     used, compiled = [], {}
 
     class Unlaunched(dict):
         def __getitem__(self, key):
             used.append(key)
-            return kernels.launches.Launch(None, 1, 0, (0, 0), (), {}, {}, lambda *_: None)
+            return kernels.launches.Launch({(1,): lambda *_: None}, 1, 0, (0, 0), (), {}, {}, lambda *_: None)
 
     launch = kernels.launches.launch
 
     def recorded(kernel, maps, twice, tensors, floats, asked, *kinds):
         assert launch(kernel, maps, twice, tensors, floats, asked, *kinds)
-        now = kernel, [t.dtype for t in tensors], asked[0](*asked[1:])
+        x, aligned = tensors[0], not any(t.data_ptr() % 16 for t in tensors[:maps])
+        now = kernel, x.shape, x.stride(), aligned, [t.dtype for t in tensors], asked[0](*asked[1:])
         assert compiled.setdefault(used[-1], now) == now
         return True
 
@@ -586,6 +587,18 @@ def test_a_launch_is_known_by_all_that_is_compiled_into_it(monkeypatch):
                     kernels.input_grad(x, x, weight, bias, invstd, None, None, 0, *rest, variant, r, dr, mean)
                 kernels.sums(x, x, weight, bias, *rest, variant, r, mean, invstd)
     assert len({kernel for kernel, *_ in compiled.values()}) == 6
+    compiled.clear()
+    x, invstd = torch.ones(2, 4, 3, 3), torch.ones(4)
+    for like in (
+        x,
+        torch.ones(5, 4, 3, 3),
+        x.to(memory_format=torch.channels_last),
+        torch.ones(x.numel() + 1)[1:].view_as(x),
+    ):
+        kernels.normalize_batch_(like, None, None, None, None, None, None, 1e-5, *rest)
+        kernels.input_grad_batch(like, like, None, None, invstd, *rest, "I", None, None, None)
+        kernels.normalize_(like, invstd, invstd, None, None, *rest)
+    assert len(compiled) == 12
 
 
 def test_residency_follows_registers_and_shared_memory():
@@ -1259,6 +1272,20 @@ def test_a_captured_graph_replays_bit_for_bit(kernels, monkeypatch, layout, held
     assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), twin.buffers(), strict=True))
     assert layer.num_batches_tracked == 100
     assert is_held(kernels, "sweep" if layout is torch.channels_last else "ring") == held
+
+
+@runs_here
+@pytest.mark.parametrize("overwrites", [True, False])
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_versions_of_what_kernels_moved_have_moved(kernels, dtype, counted, overwrites):
+    moved = [torch.zeros(4, dtype=dtype, device=DEVICE) for _ in range(2)]
+    if counted:
+        moved.append(torch.tensor(0, device=DEVICE))
+    x = torch.randn(2, 4, 3, 3, device=DEVICE)
+    normalize = kernels.normalize_batch_ if overwrites else kernels.normalize_batch
+    normalize(x, None, None, *moved[:2], moved[2] if counted else None, 0.1, 1e-5, 0.0, *resolve("leaky_relu", 0.01))
+    assert all(t._version > 0 for t in moved)
 
 
 @on_a_gpu

@@ -344,6 +344,14 @@ def test_dz_itself_is_unchanged():
     assert torch.equal(dz, before)
 
 
+def test_dz_that_is_the_residuals_gradient_is_no_part_of_a_graph_afterwards():
+    x, r = leaf(), leaf()
+    z = InPlaceABN(C, activation="identity").double()(x * 1, r * 1)
+    dz = torch.ones_like(z)
+    (dr,) = torch.autograd.grad(z, r, dz, create_graph=True)
+    assert torch.equal(dr, dz) and dr.requires_grad and not dz.requires_grad
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("place", ["first", "middle", "last", "alone"])
 @pytest.mark.parametrize("activation", ["leaky_relu", "relu"])

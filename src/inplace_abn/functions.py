@@ -436,8 +436,9 @@ class InPlaceABN(torch.autograd.Function):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 gradients = InPlaceABN._gradients(ctx, dz)
+            # Detached: dr may be dz itself, which is the caller's.
             once = _OnlyOnce.apply
-            gradients = tuple(None if g is None else once(g.requires_grad_()) for g in gradients)  # type: ignore[no-untyped-call]
+            gradients = tuple(None if g is None else once(g.detach().requires_grad_()) for g in gradients)  # type: ignore[no-untyped-call]
         else:
             gradients = InPlaceABN._gradients(ctx, dz)
         # Those of the other arguments; torch drops what is beyond the last.

@@ -584,6 +584,10 @@ BAD = {
     "activation": (lambda: torch.randn(2, C, 5, 5), {"activation": "gleu"}, ValueError, "gleu.*unknown"),
     "variant": (lambda: torch.randn(2, C, 5, 5), {"variant": "III"}, ValueError, "variant"),
     "floor": (lambda: torch.randn(2, C, 5, 5), {"weight_floor": -1.0}, ValueError, "weight_floor"),
+    "text": (lambda: torch.randn(2, C, 5, 5), {"eps": "1e-5"}, TypeError, "eps is '1e-5', which is no number"),
+    "text for a": (lambda: torch.randn(2, C, 5, 5), {"activation_param": "1"}, TypeError, "activation_param is '1'"),
+    "no number": (lambda: torch.randn(2, C, 5, 5), {"momentum": torch.ones(2)}, TypeError, "momentum is tensor"),
+    "nothing": (lambda: torch.randn(2, C, 5, 5), {"weight_floor": None}, TypeError, "weight_floor is None"),
 }
 
 

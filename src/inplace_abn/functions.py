@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -82,8 +83,19 @@ def settled(
         settle = _settled.__wrapped__
         return settle(training, momentum, eps, activation, float(activation_param), floor, variant, overwrite)
     # Of a layer they are the same at every call. As plain numbers: what is equal is alike then, and nothing changes inside.
-    momentum, eps, floor = None if momentum is None else float(momentum), float(eps), float(floor)
-    return _settled(bool(training), momentum, eps, activation, float(activation_param), floor, variant, bool(overwrite))
+    momentum = momentum if momentum is None or type(momentum) is float else _number("momentum", momentum)
+    eps = eps if type(eps) is float else _number("eps", eps)
+    floor = floor if type(floor) is float else _number("weight_floor", floor)
+    a = activation_param if type(activation_param) is float else _number("activation_param", activation_param)
+    return _settled(bool(training), momentum, eps, activation, a, floor, variant, bool(overwrite))
+
+
+def _number(name: str, value: Any) -> float:
+    # Text that reads like one would do here, and fail where compiled: YAML takes 1e-5 for text.
+    if not isinstance(value, str | bytes):
+        with suppress(TypeError, ValueError):
+            return float(value)
+    raise TypeError(f"{name} is {value!r}, which is no number; give a float")
 
 
 @lru_cache(maxsize=1024)

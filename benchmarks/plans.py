@@ -5,9 +5,10 @@
 crew: the four kernels of two launches, channels innermost, by the bytes of a row that a program has, the tiles a loop has in hand
 and the programs on a processor. ring: the two that hold channels in shared memory, by warps, programs on a processor and bytes of
 a tile. sweep: the two that hold what they can of channels innermost, by width, programs on a processor, bytes of a tile and tiles
-ahead. small: the same two on small maps, by width, programs, warps and tiles ahead; narrow strips may have one member each, which
-exchanges nothing. Every row of the CSV is one kernel under one plan; the first plan of each is the package's own. Device time,
-medians, with a cold L2 cache, all plans of a case in turn. The file is named by its studies.
+ahead. small: the same two on small maps, by width, programs, warps, and whether a program asks for all the shared memory there is
+for it or for what its tiles need; narrow strips may have one member each, which exchanges nothing. Every row of the CSV is one
+kernel under one plan; the first plan of each is the package's own. Device time, medians, with a cold L2 cache, all plans of a
+case in turn. The file is named by its studies.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PASSES = {"moments": 1, "transform": 2, "sums": 2, "input_grad": 3, "forward": 2
 COLUMNS = ["study", "shape", "dtype", "kernel", "plan", "floor_us", "median_us", "p10_us", "p90_us"]
 Case = tuple[str, tuple[int, ...], str]
 OWN = {name: value for name, value in vars(kernels.plans).items() if name.isupper() and isinstance(value, int | tuple)}
-STAGES = kernels.plans.stages
+FUNCTIONS = {"stages": kernels.plans.stages, "sweep_of": kernels.plans.sweep_of}
 
 
 def crew_plans() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -82,14 +83,24 @@ def sweep_plans() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def small_plans() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "own", {}
-    for wide, programs, warps, ahead in itertools.product((32, 64), (1, 2), (4, 8), (3, 6)):
-        names = {
+    for wide, programs, warps, room in itertools.product((32, 64), (1, 2), (4, 8), ("all", "needed")):
+        names: dict[str, Any] = {
             "SWEEP_WIDTHS": ((1 << 62, wide),),
             "SWEEP_PROGRAMS": programs,
             "SWEEP_WARPS": warps,
-            "SWEEP_AHEAD": ahead,
         }
-        yield f"wide {wide}, programs {programs}, warps {warps}, ahead {ahead}", names
+        if room == "needed":
+            names["sweep_of"] = with_room_needed
+        yield f"wide {wide}, programs {programs}, warps {warps}, room {room}", names
+
+
+def with_room_needed(place: kernels.plans.Layout, *rest: Any) -> kernels.plans.Sweep | None:
+    """The package's own, which holds all tiles in no more slots than there are tiles."""
+    own: kernels.plans.Sweep | None = FUNCTIONS["sweep_of"](place, *rest)
+    if own is None or own.R:
+        return own
+    tiles = -(-place.rows // (own.K * own.B * own.S))
+    return own._replace(H=max(tiles, own.ahead))
 
 
 PLANS = {"crew": crew_plans, "ring": ring_plans, "sweep": sweep_plans, "small": small_plans}
@@ -98,7 +109,7 @@ SHAPES = {"crew": CREW_SHAPES, "ring": RING_SHAPES, "sweep": SWEEP_SHAPES, "smal
 
 def adopt(plan: dict[str, Any]) -> None:
     """Plan like this from now on."""
-    for name, value in {**OWN, "stages": STAGES, **plan}.items():
+    for name, value in {**OWN, **FUNCTIONS, **plan}.items():
         setattr(kernels.plans, name, value)
     kernels.plans.cut.cache_clear()
     kernels.launches.LAUNCHES = {}

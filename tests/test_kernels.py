@@ -478,7 +478,12 @@ def test_studied_plans_are_plans(monkeypatch):
                 for n, c, h, w in studies.SHAPES[study]:
                     inner = kernels.plans.Layout(True, n * h * w, c, 1, c, 1)
                     if study in ("sweep", "small"):
-                        assert kernels.plans.sweep_of(inner, 2, 2, 2, where) is not None
+                        sweep = kernels.plans.sweep_of(inner, 2, 2, 2, where)
+                        assert sweep is not None
+                        if not sweep.R:
+                            tiles = -(-inner.rows // (sweep.K * sweep.B * sweep.S))
+                            least = max(tiles, sweep.ahead)
+                            assert sweep.H == least if "sweep_of" in plan else sweep.H >= least
                     elif study == "crew":
                         cut = kernels.plans.cut(inner, 2, True, kernels.plans.LINE_BYTES)
                         assert cut.constants["BC"] * 2 == min(kernels.plans.LINE_BYTES, 2 * c)

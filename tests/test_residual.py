@@ -10,7 +10,7 @@ from torch import nn
 
 import worlds
 from bounds import reordered, ulp
-from inplace_abn import ABN, ACTIVATIONS, InPlaceABN, InPlaceABNSync, inplace_abn, reference, saved_bytes
+from inplace_abn import ABN, ACTIVATIONS, InPlaceABN, InPlaceABNSync, guard, inplace_abn, reference, saved_bytes
 from inplace_abn.activations import resolve
 from layouts import LAYOUTS
 
@@ -142,9 +142,44 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
     layer, _ = layers()
     x = draw(0).requires_grad_() * 1
     before = x.detach().clone()
-    with pytest.raises(ValueError, match="same"):
-        layer(x, residual=draw(1, (4, C, 1, 1)))
+    for shape in ((SHAPE[0], C, 2, 1), (SHAPE[0] + 1, *SHAPE[1:])):
+        with pytest.raises(ValueError, match="cannot be added"):
+            layer(x, residual=draw(1, shape))
     assert torch.equal(x, before) and layer.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("guarded", [False, True], ids=["inverted", "keeps x"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "of_x, of_r",
+    [
+        (SHAPE, (SHAPE[0], C, 1, 1)),
+        (SHAPE, (1, 1, *SHAPE[2:])),
+        (SHAPE, ()),
+        ((SHAPE[0], C, 1, 1), SHAPE),
+        ((SHAPE[0], C, SHAPE[2], 1), (SHAPE[0], C, 1, SHAPE[3])),
+        ((SHAPE[0], C), (2, SHAPE[0], C)),
+    ],
+    ids=str,
+)
+def test_sums_broadcast_as_torchs_do(of_x, of_r, training, guarded, monkeypatch):
+    """Where z has x's shape x is overwritten; where z is larger it is a new tensor."""
+    if guarded:
+        monkeypatch.setattr(guard, "LIMIT", 0.0)
+    x, r = draw(0, of_x), draw(1, of_r)
+    dz = draw(2, torch.broadcast_shapes(of_x, of_r))
+    found = []
+    for layer in layers(activation="elu", activation_param=1.0):
+        layer.train(training)
+        leaves = [t.clone().requires_grad_() for t in (x, r)]
+        h = leaves[0] * 1
+        z = layer(h, residual=leaves[1])
+        if isinstance(layer, InPlaceABN):
+            assert (z is h) == (z.shape == x.shape and not guarded)
+        wanted = [*leaves, layer.weight, layer.bias]
+        found.append([z.detach(), *torch.autograd.grad(z, wanted, dz), layer.running_mean, layer.running_var])
+    for got, want in zip(*found, strict=True):
+        assert got.shape == want.shape and near(got, want)
 
 
 def test_another_dtype_is_cast():
@@ -202,19 +237,30 @@ def test_compiled():
         assert near(got, want, torch.float32, x.numel() * 9 * 8 * 6)
 
 
+# What is normalised, and what is added: alike, broadcast to it, and larger.
+SIDES = [((3, 3), (3, 3)), ((3, 3), (1, 3)), ((3, 1), (3, 3))]
+
+
+def of_rank(rank, sides):
+    shapes = [(2 + rank, C, *side) for side in (*sides, (3, 3))]
+    return [draw(10 * (i + 1) + rank, shape) for i, shape in enumerate(shapes)]
+
+
 def ranked(rank, world):
-    layer, _ = layers(InPlaceABNSync, dtype=torch.float64)
-    shape = (2 + rank, C, 3, 3)
-    return [t.clone() for t in step(layer, draw(10 + rank, shape), draw(20 + rank, shape), draw(30 + rank, shape))]
+    return [
+        [t.clone() for t in step(layers(InPlaceABNSync, dtype=torch.float64)[0], *of_rank(rank, sides))]
+        for sides in SIDES
+    ]
 
 
 def test_synchronised():
-    got = worlds.run(2, ranked)
-    _, plain = layers()
-    whole = [torch.cat([draw(seed + rank, (2 + rank, C, 3, 3)) for rank in range(2)]) for seed in (10, 20, 30)]
-    want = step(plain, *whole)
-    for i in range(3):
-        assert torch.allclose(torch.cat([g[i] for g in got]), want[i], rtol=reordered(torch.float64, 63))
-    for i in (3, 4):
-        assert torch.allclose(got[0][i] + got[1][i], want[i], rtol=reordered(torch.float64, 63))
-    assert all(torch.allclose(got[0][i], want[i], rtol=reordered(torch.float64, 63)) for i in (5, 6))
+    for sides, *got in zip(SIDES, *worlds.run(2, ranked), strict=True):
+        _, plain = layers()
+        want = step(
+            plain, *(torch.cat(both) for both in zip(*(of_rank(rank, sides) for rank in range(2)), strict=True))
+        )
+        for i in range(3):
+            assert torch.allclose(torch.cat([g[i] for g in got]), want[i], rtol=reordered(torch.float64, 63))
+        for i in (3, 4):
+            assert torch.allclose(got[0][i] + got[1][i], want[i], rtol=reordered(torch.float64, 63))
+        assert all(torch.allclose(got[0][i], want[i], rtol=reordered(torch.float64, 63)) for i in (5, 6))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from . import ranks, reference
-from .activations import SLOPE, Activation, resolve, warn_of_slope, warn_once
+from .activations import ACTIVATIONS, SLOPE, Activation, resolve, warn_of_slope, warn_once
 from .context import is_dense, is_exported, is_traced, is_transformed, is_wrapped, may_overwrite, overlaps, recomputing
 from .library import Compiled, backend
 from .ranks import active_group
@@ -171,8 +171,9 @@ def inplace_abn(
         weight_floor: least magnitude of γ; its sign is kept.
         num_batches_tracked: counts the training calls that moved the running statistics. A call inside a backward pass is
             taken for the recomputation of a checkpointed segment, and moves nothing.
-        residual: r, of x's shape, added before φ; cast to x's dtype if it has another. It is read, never overwritten, and must
-            not be changed before backward has used it.
+        residual: r, added before φ, of x's shape or one that broadcasts to it; cast to x's dtype if it has another. It is read,
+            never overwritten, and must not be changed before backward has used it. Where x is what broadcasts, z is larger
+            than x, and comes of ordinary steps.
         keep_x: keep x and leave it as it is, instead of inverting z in backward: exact for any γ and β, at a second map. The
             layers ask for it where z would not give x̂ back well enough.
         overwrite: False leaves x as it is and makes a new z, for an x that has another reader: a shortcut, say. What is kept
@@ -196,6 +197,8 @@ def in_place(
     phi, weight, bias = how.phi, vectors[0], vectors[1]
     if residual is not None:
         residual = _checked_residual(residual, x)
+        if residual.shape != x.shape:
+            return _added_to_larger(in_place(x, vectors, _without_phi(how), None, True), residual, how)
     if phi.inverse is None:
         keep_x = True
         _warn_of_two_maps(phi)
@@ -292,6 +295,9 @@ def synchronised(
     check(x, vectors, how, alone=False)
     if residual is not None:
         residual = _checked_residual(residual, x)
+        if residual.shape != x.shape:
+            normalized = synchronised(x, vectors, _without_phi(how), group, None, True)
+            return _added_to_larger(normalized, residual, how)
     # Without gradients nobody expects x to change; a tensor without history is not overwritten.
     return _synchronised(x if torch.is_grad_enabled() else x.detach(), vectors, how, group, residual, keep_x)
 
@@ -595,15 +601,29 @@ def _composite(x: Tensor, vectors: Vectors, how: Settings, residual: Tensor | No
 
 
 def _checked_residual(residual: Tensor, x: Tensor) -> Tensor:
-    """The residual in x's dtype, or an error if it cannot be added to x."""
-    if residual.shape != x.shape:
-        raise ValueError(
-            f"residual has shape {tuple(residual.shape)} and x {tuple(x.shape)}; they must be the same: expand it, or "
-            "bring it there by a convolution"
-        )
+    """The residual in x's dtype and shape, or in the larger one of their sum; an error if it cannot be added to x."""
     if residual.device != x.device:
         raise ValueError(f"residual is on {residual.device} and x on {x.device}; move both to one device")
+    if residual.shape != x.shape:
+        try:
+            shape = torch.broadcast_shapes(residual.shape, x.shape)
+        except RuntimeError as error:
+            raise ValueError(
+                f"residual has shape {tuple(residual.shape)} and x {tuple(x.shape)}, which cannot be added; bring it to x's "
+                "shape, as by a convolution"
+            ) from error
+        # A view: nothing is repeated in memory.
+        residual = residual.expand(shape)
     return residual.to(x.dtype)
+
+
+def _without_phi(how: Settings) -> Settings:
+    return how._replace(phi=ACTIVATIONS["identity"], a=0.0)
+
+
+def _added_to_larger(y: Tensor, residual: Tensor, how: Settings) -> Tensor:
+    """φ(y + r) in ordinary steps: z has more elements than x, which cannot hold it."""
+    return how.phi.plain(y + residual, how.a)
 
 
 def _share_memory(x: Tensor, residual: Tensor) -> bool:

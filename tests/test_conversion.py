@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import pickle
 import statistics
@@ -107,6 +108,40 @@ def test_what_follows_a_norm(name):
     assert report.after <= report.before and line.bytes_saved >= 0
     if name not in ("sigmoid", "+ alone"):
         assert report.after < report.before
+
+
+SUMS = {
+    "pooled": lambda m, x: F.leaky_relu(m.bn(m.conv1(x)) + m.pool(m.conv2(x))),
+    "pooled by a function": lambda m, x: m.relu(m.bn(m.conv1(x)) + F.adaptive_avg_pool2d(m.conv2(x), 1)),
+    "one channel": lambda m, x: m.relu(m.bn(m.conv1(x)) + F.conv2d(x, m.conv2.weight[:1], padding=1)),
+    "a number": lambda m, x: m.relu(m.bn(m.conv1(x)) + torch.amax(x)),
+    "what is normalised is pooled": lambda m, x: F.leaky_relu(m.bn(m.pool(m.conv1(x))) + m.conv2(x)),
+    "so it is, by exact ReLU": lambda m, x: m.relu(m.conv2(x) + m.bn(m.pool(m.conv1(x)))),
+    "each where the other has one": lambda m, x: m.relu(m.bn(m.rows(x)) + m.columns(m.conv1(x))),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_other_shapes(name):
+    """As far as code tells, both sides of a sum may have one shape; they need not."""
+    pools = {"pool": nn.AdaptiveAvgPool2d(1), "rows": nn.AvgPool2d((8, 1)), "columns": nn.AvgPool2d((1, 8))}
+    plain = Net(SUMS[name], **pools).double()
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    model, report = convert(copy.deepcopy(plain), example=x)
+    assert report.converted == 1 and report.lines[0].pattern.startswith("bn + add + ")
+    same(model, plain, x)
+    fused = fuse(copy.deepcopy(model).eval())
+    assert torch.allclose(fused(x), plain.eval()(x))
+
+
+def test_a_model_that_would_not_run_stays_as_it_is(monkeypatch):
+    plain = Net(FOLLOWERS["F.relu"][0])
+    model, x = copy.deepcopy(plain), torch.randn(4, 3, 8, 8)
+    monkeypatch.setattr(InPlaceABN, "forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        convert(model, example=x)
+    assert type(model) is Net and type(model.bn) is nn.BatchNorm2d
+    same(model, plain, x)
 
 
 REFUSED = {
@@ -238,6 +273,65 @@ def test_code_that_depends_on_the_mode_follows_it():
     same(model, plain, torch.randn(4, 3, 8, 8, dtype=torch.float64))
 
 
+class Dropping(nn.Module):
+    def __init__(self, asked=""):
+        super().__init__()
+        self.conv, self.bn, self.asked = conv(), norm(), asked
+
+    def forward(self, x):
+        return self.bn(self.conv(F.dropout(x, 0.5, self.get_submodule(self.asked).training)))
+
+
+@pytest.mark.parametrize("parent", [True, False])
+@pytest.mark.parametrize("child", [True, False])
+def test_each_part_has_a_mode_of_its_own(parent, child):
+    """As where a part is frozen, or dropout stays on in evaluation."""
+    plain = Net(lambda m, x: F.relu(m.drop(F.dropout(x, 0.25, m.training)) + x), drop=Dropping()).double()
+    model, report = convert(copy.deepcopy(plain))
+    assert [line.decision for line in report.lines if line.layer == "drop.bn"] == ["recompute"]
+    x, found = torch.randn(4, 3, 8, 8, dtype=torch.float64), []
+    for net in (plain, model, copy.deepcopy(model)):
+        net.train(parent).drop.train(child)
+        torch.manual_seed(0)
+        found.append(net(x))
+    assert all(torch.allclose(other, found[0], rtol=1e-12) for other in found[1:])
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(F.dropout(x, 0.5, self.training))
+
+
+@pytest.mark.parametrize(
+    "drop, reason",
+    [
+        (Around(Around(Dropping())), ""),
+        (Around(Around(Around(Dropping()))), "SPLIT: Net cannot be rewritten: its code asks many modules"),
+        (Dropping("bn"), "SPLIT: Net cannot be rewritten: its code asks many modules"),
+    ],
+    ids=["three", "four", "a norm"],
+)
+def test_code_that_asks_many_modules_for_their_modes_is_not_rewritten(drop, reason):
+    plain = Net(lambda m, x: F.relu(m.drop(x) + x), drop=drop).double()
+    model, report = convert(copy.deepcopy(plain))
+    (line,) = [line for line in report.lines if line.layer.startswith("drop")]
+    assert line.reason.startswith(reason) and bool(line.reason) == bool(reason)
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    asked = [name for name, module in plain.named_modules() if isinstance(module, Net | Around | Dropping)]
+    for modes in itertools.product((True, False), repeat=len(asked)):
+        found = []
+        for net in (model, plain):
+            for name, training in zip(asked, modes, strict=True):
+                net.get_submodule(name).training = training
+            torch.manual_seed(0)
+            found.append(net(x))
+        assert torch.allclose(*found, rtol=1e-12)
+
+
 def test_optional_arguments_are_those_of_the_call():
     class Block(nn.Module):
         def __init__(self):
@@ -281,13 +375,29 @@ def test_code_with_a_memory_is_not_rewritten():
             m.cache["x"] = x
         return adding(m, x)
 
-    for middle in (counts, caches):
+    def moves(m, x):
+        h = adding(m, x)
+        if m.training:
+            m.mean = 0.9 * m.mean + 0.1 * h.detach().mean()
+        return h
+
+    def numbers(m, x):
+        m.number += 1
+        return adding(m, x) * m.number
+
+    for middle in (counts, caches, moves, numbers):
         plain = Net(middle).double()
         plain.calls, plain.cache = 0, {}
-        model, report = convert(copy.deepcopy(plain))
+        plain.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+        plain.register_buffer("number", torch.tensor(0))
+        model, x = copy.deepcopy(plain), torch.randn(4, 3, 8, 8, dtype=torch.float64)
+        _, report = convert(model, dry_run=True, example=x)
+        assert convert(model, example=x) == (model, report)
         assert report.lines[0].decision == "left" and "its code changes" in report.lines[0].reason
         assert model.calls == 0 and model.cache == {}
-        same(model, plain, torch.randn(4, 3, 8, 8, dtype=torch.float64))
+        assert type(model.mean) is type(model.number) is torch.Tensor and model.mean == model.number == 0
+        same(model, plain, x)
+        assert model.mean == plain.mean and model.number == plain.number
 
 
 def modes(m, x):

@@ -12,7 +12,7 @@ import copy
 import fnmatch
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -164,13 +164,14 @@ def convert(
     before = after = None
     if example is not None:
         before, maps = _kept_bytes(model, example, [line.layer for line in lines])
+        # Of a copy, before anything is changed: should it not run, the model is as it was.
+        after, _ = _kept_bytes(model, example, [], lambda copied: _apply(copied, decided, codes, sync))
         for i, d in enumerate(decided):
             size = maps.get(d.line.layer, 0)
             lines[i] = replace(d.line, bytes_saved=size * d.maps_saved, map_bytes=size)
-    target = _apply(on_meta(model) if dry_run else model, decided, codes, sync)
-    if example is not None:
-        after, _ = _kept_bytes(target, example, [])
-    return (model if dry_run else target), Report(tuple(lines), before, after, tuple(codes))
+    if not dry_run:
+        model = _apply(model, decided, codes, sync)
+    return model, Report(tuple(lines), before, after, tuple(codes))
 
 
 @dataclass
@@ -661,16 +662,18 @@ def on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _kept_bytes(model: nn.Module, example: Any, norms: list[str]) -> tuple[int, dict[str, int]]:
-    """Bytes kept for backward in training; and the size of each norm's output."""
+def _kept_bytes(
+    model: nn.Module, example: Any, norms: list[str], change: Callable[[nn.Module], nn.Module] = lambda copied: copied
+) -> tuple[int, dict[str, int]]:
+    """Bytes that a copy of the model, changed, keeps for backward in training; and the size of each norm's output."""
     inputs = example if isinstance(example, tuple) else (example,)
     try:
-        return _run(on_meta(model), tree_map_only(Tensor, lambda t: t.to("meta"), inputs), norms)
+        return _run(change(on_meta(model)), tree_map_only(Tensor, lambda t: t.to("meta"), inputs), norms)
     except Exception:
         # Code that looks at numbers, or has tensors of its own.
         if any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves(inputs)):
             raise
-        return _run(copy.deepcopy(model), inputs, norms)
+        return _run(change(copy.deepcopy(model)), inputs, norms)
 
 
 def _run(model: nn.Module, inputs: tuple[Any, ...], norms: list[str]) -> tuple[int, dict[str, int]]:

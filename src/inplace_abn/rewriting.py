@@ -6,9 +6,10 @@ and pickles are made of the class it had and the norms it was rewritten for, and
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -19,6 +20,8 @@ from .tracing import Tracer, is_hooked, unchanged
 __all__ = ["forward_of", "rewrite", "undo"]
 
 Forward = Callable[..., Any]
+# Modules whose mode may matter to the code of one forward: it is written for each combination.
+MODES = 3
 # Files of generated code, for tracebacks.
 _FILES = itertools.count()
 
@@ -34,40 +37,60 @@ def forward_of(
     modules = dict(module.named_modules())
     if "forward" in module.__dict__:
         raise ValueError("its forward was replaced on the instance")
-    inlined = set()
+    inlined = {"": module}
     for path in norms:
         while "." in path:
             path = path.rpartition(".")[0]
             if is_hooked(modules[path]):
                 raise ValueError(f"a hook watches {path}")
-            inlined.add(modules[path])
-    before = [(m, m.training) for m in (module, *inlined)]
-    forwards: dict[bool, tuple[str, dict[str, Any]]] = {}
+            inlined[path] = modules[path]
+    through = set(inlined.values()) - {module}
+    before = [(m, m.training) for m in modules.values()]
+
+    @functools.cache
+    def written(in_training: frozenset[nn.Module]) -> tuple[str, dict[str, Any]]:
+        """The code where these are in training, and the others are not."""
+        for m, _ in before:
+            m.training = m in in_training
+        with unchanged(inlined.values()) as changed:
+            graph = Tracer(through=through.__contains__).of(module, given)
+        if changed:
+            raise ValueError(f"its code changes {', '.join(name for _, name in changed)}")
+        for path, has_sum in zip(norms, sums or [None] * len(norms), strict=True):
+            _take_over(graph, modules, path, has_sum)
+        code = graph.python_code("self")
+        return code.src, code.globals
+
+    name, everything = type(module).__name__, frozenset(modules.values())
     try:
-        for training in (True, False):
-            for m, _ in before:
-                m.training = training
-            with unchanged((module, *inlined)) as changed:
-                graph = Tracer(through=inlined.__contains__).of(module, given)
-            if changed:
-                raise ValueError(f"its code changes {', '.join(name for _, name in changed)}")
-            for path, has_sum in zip(norms, sums or [None] * len(norms), strict=True):
-                _take_over(graph, modules, path, has_sum)
-            code = graph.python_code("self")
-            forwards[training] = code.src, code.globals
+        if written(everything)[0] == written(frozenset())[0]:
+            return _compile(*written(everything), name)
+        # Whose mode matters: of what is inlined, each for itself.
+        asked = [path for path, m in inlined.items() if _matters({m}, everything, written)]
+        if len(asked) > MODES or _matters(everything - set(inlined.values()), everything, written):
+            raise ValueError("its code asks many modules whether they are in training")
+        compiled = {}
+        for modes in itertools.product((False, True), repeat=len(asked)):
+            resting = {modules[path] for path, training in zip(asked, modes, strict=True) if not training}
+            compiled[modes] = _compile(*written(everything - resting), name)
     finally:
         for m, was in before:
             m.training = was
-    name = type(module).__name__
-    compiled = {training: _compile(src, space, name) for training, (src, space) in forwards.items()}
-    if forwards[True][0] == forwards[False][0]:
-        return compiled[True]
-    in_training, in_evaluation = compiled[True], compiled[False]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (in_training if self.training else in_evaluation)(self, *args, **kwargs)
+        return compiled[tuple([self.get_submodule(path).training for path in asked])](self, *args, **kwargs)
 
     return forward
+
+
+def _matters(
+    some: Collection[nn.Module],
+    everything: frozenset[nn.Module],
+    written: Callable[[frozenset[nn.Module]], tuple[str, dict[str, Any]]],
+) -> bool:
+    """Whether the code is another where these are not in training and all others are, or the reverse."""
+    rest = everything - set(some)
+    return written(rest)[0] != written(everything)[0] or written(frozenset(some))[0] != written(frozenset())[0]
 
 
 def _take_over(graph: fx.Graph, modules: dict[str, nn.Module], path: str, has_sum: bool | None) -> None:

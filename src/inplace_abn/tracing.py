@@ -223,13 +223,17 @@ def _collect(model: nn.Module, path: str, found: list[Section], failed: dict[str
             _collect(module, joined(path, paths[module]), found, failed)
 
 
-# What every module has of its own.
+# What every module has of its own, and those of it that hold what code may assign.
 _INTERNAL = frozenset(vars(nn.Module()))
+_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager
 def unchanged(modules: Iterable[nn.Module]) -> Iterator[list[tuple[nn.Module, str]]]:
-    """Put attributes back that code changes while it is traced, as caches do; yields which, filled at the end."""
+    """Put back what code changes of modules while it is traced, as caches and counters do; yields which, filled at the end.
+
+    Attributes, what lists and dicts among them hold, parameters, buffers and submodules.
+    """
 
     def own(module: nn.Module) -> dict[str, Any]:
         return {k: v for k, v in vars(module).items() if k not in _INTERNAL and not k.startswith("_tensor_constant")}
@@ -239,16 +243,29 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[list[tuple[nn.Module, st
 
     def same(a: Any, b: Any) -> bool:
         if isinstance(a, dict):
-            return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
+            return not differing(a, b)
         return a is None or (len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)))
 
-    before = [(module, own(module), {k: inside(v) for k, v in own(module).items()}) for module in modules]
+    def differing(a: dict[Any, Any], b: dict[Any, Any]) -> list[Any]:
+        missing = object()
+        return [k for k in {**a, **b} if a.get(k, missing) is not b.get(k, missing)]
+
+    before = []
+    for module in modules:
+        attributes = own(module)
+        contents = {name: inside(value) for name, value in attributes.items()}
+        before.append((module, attributes, contents, {table: dict(vars(module)[table]) for table in _TABLES}))
     changed: list[tuple[nn.Module, str]] = []
     try:
         yield changed
     finally:
-        for module, attributes, contents in before:
+        for module, attributes, contents, tables in before:
             now = vars(module)
+            for table, was in tables.items():
+                if names := differing(was, now[table]):
+                    now[table].clear()
+                    now[table].update(was)
+                    changed += [(module, str(name)) for name in names]
             for name in own(module).keys() | attributes.keys():
                 if name not in attributes:
                     del now[name]

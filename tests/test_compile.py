@@ -229,10 +229,19 @@ def test_the_operators_are_what_they_say():
 
 def test_second_derivatives_raise():
     layer = InPlaceABN(3).double()
-    x = torch.randn(4, 3, 2, 2, dtype=torch.double, requires_grad=True)
-    z = torch.compile(layer, fullgraph=True, backend="aot_eager")(x * 1)
+    before = torch.randn(3, dtype=torch.double, requires_grad=True)
+    x = torch.randn(4, 3, 2, dtype=torch.double, requires_grad=True)
+    z = torch.compile(layer, fullgraph=True, backend="aot_eager")(x * before[:, None])
     (dx,) = torch.autograd.grad(z.pow(3).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="twice|double backward|once_differentiable|does not require grad"):
+    for ask in (lambda: dx.sum().backward(retain_graph=True), lambda: torch.autograd.grad(dx.square().sum(), before)):
+        with pytest.raises(RuntimeError, match="twice|double backward|once_differentiable|does not require grad"):
+            ask()
+
+
+def test_the_operators_gradient_is_not_taken_for_a_constant():
+    z, dz, invstd = torch.randn(4, 3, 2), torch.randn(4, 3, 2, requires_grad=True), torch.rand(3)
+    dx, *_ = torch.ops.inplace_abn.backward(dz, z, None, None, invstd, 1e-5, "leaky_relu", 0.01, "II")
+    with pytest.raises(RuntimeError, match="twice"):
         dx.sum().backward()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import warnings
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from inplace_abn import ABN, InPlaceABN, functions, inplace_abn, inplace_abn_sync
+from inplace_abn import ABN, InPlaceABN, functions, inplace_abn, inplace_abn_sync, recompute
 
 C = 4
 
@@ -294,13 +296,47 @@ def test_retain_grad_and_tensor_hooks():
     assert torch.allclose(*grads, rtol=1e-12)
 
 
+# How a penalty on gradients may be differentiated: whatever depends on them by way of the layer.
+AGAIN = {
+    "all": lambda penalty, x, before, after: penalty.backward(),
+    "input": lambda penalty, x, before, after: torch.autograd.grad(penalty, x),
+    "weight before": lambda penalty, x, before, after: torch.autograd.grad(penalty, before),
+    "inputs": lambda penalty, x, before, after: penalty.backward(inputs=[before]),
+    "weight after": lambda penalty, x, before, after: torch.autograd.grad(penalty, after, allow_unused=True),
+    "graph": lambda penalty, x, before, after: torch.autograd.grad(penalty, x, create_graph=True),
+}
+
+
+@pytest.mark.parametrize("again", AGAIN)
 @pytest.mark.parametrize("loss", [lambda z: z.sum(), lambda z: (z**3).sum()], ids=["constant dz", "dz with a graph"])
-def test_a_second_derivative_raises_and_names_the_alternative(loss):
-    ours, _ = pair()
-    x = leaf()
-    (g,) = torch.autograd.grad(loss(ours(x * 1)), x, create_graph=True)
+@pytest.mark.parametrize("activation", ["leaky_relu", "tanh", "gelu"])
+@pytest.mark.parametrize("kept", ["by autograd", "by hooks", "by recompute"])
+def test_a_second_derivative_raises_and_names_the_alternative(activation, loss, again, kept):
+    x, before, after = leaf(), leaf(C, C), leaf(C, C)
+    layer = InPlaceABN(C, activation=activation).double()
+
+    class Net(nn.Module):
+        def forward(self, x):
+            z = layer(torch.einsum("nc...,cd->nd...", x, before))
+            return loss(torch.einsum("nc...,cd->nd...", z, after))
+
+    net = recompute(Net()) if kept == "by recompute" else Net()
+    around = torch.autograd.graph.save_on_cpu() if kept == "by hooks" else contextlib.nullcontext()
+    with around, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = net(x)
+    (g,) = torch.autograd.grad(out, x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"twice.*inplace_abn\.ABN"):
-        (x.sum() + g.square().sum()).backward()
+        AGAIN[again](x.sum() + g.square().sum(), x, before, after)
+
+
+def test_second_derivatives_of_what_does_not_go_through_the_layer_are_there():
+    x, scale = leaf(), leaf(C, 1, 1)
+    (g,) = torch.autograd.grad(
+        (InPlaceABN(C).double()(x * 1) * scale).sum() + scale.pow(3).sum(), scale, create_graph=True
+    )
+    (second,) = torch.autograd.grad(g.sum(), scale)
+    assert torch.allclose(second, 6 * scale)
 
 
 def test_backward_twice_gives_the_same():

@@ -176,3 +176,12 @@ def test_another_reader_of_what_xhat_overwrote_raises():
     loss = unit("checkpoint_xhat")(h).sum() + h.square().sum()
     with pytest.raises(RuntimeError, match="hand over a copy"):
         loss.backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_second_derivatives_raise(strategy):
+    """By what comes before alone, too."""
+    x, scale = draw(3, C, 8, 7).requires_grad_(), draw(C, 1, 1).requires_grad_()
+    (g,) = torch.autograd.grad(unit(strategy)(x * scale).sin().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        torch.autograd.grad(g.square().sum(), scale)

@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo
 from . import ranks, reference
 from .activations import ACTIVATIONS, SLOPE, Activation, resolve, warn_of_slope, warn_once
 from .context import is_dense, is_exported, is_traced, is_transformed, is_wrapped, may_overwrite, overlaps, recomputing
-from .library import Compiled, backend
+from .library import NOT_TWICE, Compiled, backend
 from .ranks import active_group
 from .recompute import Record, is_used
 
@@ -34,6 +34,7 @@ __all__ = [
     "inplace_abn",
     "inplace_abn_sync",
     "keeping_x",
+    "only_once",
     "settled",
     "synchronised",
 ]
@@ -453,20 +454,20 @@ class InPlaceABN(torch.autograd.Function):
         """dx, dweight, dbias, dr from dz and the saved z; differentiating those raises."""
         if torch.is_grad_enabled():
             with torch.no_grad():
-                gradients = InPlaceABN._gradients(ctx, dz)
-            # Detached: dr may be dz itself, which is the caller's.
-            once = _OnlyOnce.apply
-            gradients = tuple(None if g is None else once(g.detach().requires_grad_()) for g in gradients)  # type: ignore[no-untyped-call]
+                gradients, saved = InPlaceABN._gradients(ctx, dz)
+            gradients = only_once(gradients, dz, *saved)
         else:
-            gradients = InPlaceABN._gradients(ctx, dz)
+            gradients, _ = InPlaceABN._gradients(ctx, dz)
         # Those of the other arguments; torch drops what is beyond the last.
         return *gradients, None, None, None, None, None
 
     @staticmethod
-    def _gradients(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+    def _gradients(ctx: Any, dz: Tensor) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+        """What backward gives, and what was saved."""
         how, ops, group, count, record, checksum = ctx.call
+        saved = _saved(ctx, how, record, checksum)
         # z is x where x was kept, and the mean is there.
-        z, weight, bias, residual, invstd, mean = _saved(ctx, how, record, checksum)
+        z, weight, bias, residual, invstd, mean = saved
         ops = ops or backend(z)
         rest = (how.floor, how.phi, how.a, how.variant, residual)
         need_x, need_weight, need_bias, need_r = ctx.needs_input_grad[:4]
@@ -498,7 +499,7 @@ class InPlaceABN(torch.autograd.Function):
             record.forget()
         dweight = _gradient_of(weight, dgamma) if need_weight else None
         dbias = _gradient_of(bias, dbeta) if need_bias else None
-        return dx, dweight, dbias, dr
+        return (dx, dweight, dbias, dr), saved
 
 
 def _gradient_of(parameter: Tensor | None, gradient: Tensor | None) -> Tensor | None:
@@ -514,18 +515,26 @@ _apply: Any = super(torch.autograd.Function, InPlaceABN).apply
 
 
 class _OnlyOnce(torch.autograd.Function):
-    """The identity, whose own gradient raises: dx was computed from numbers, not from a graph."""
+    """The identity in its first argument, whose own gradient raises: dx was computed from numbers, not from a graph."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, *history: Tensor) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Tensor:
-        raise RuntimeError(
-            "InPlaceABN cannot be differentiated twice: its gradient is computed from z and not recorded. Where second "
-            "derivatives are needed (gradient penalties, meta-learning), use inplace_abn.ABN, which keeps two maps"
-        )
+        raise RuntimeError(NOT_TWICE)
+
+
+def only_once(gradients: tuple[Tensor | None, ...], *history: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients, as far as autograd knows differentiable by all that they were computed of: which raises.
+
+    Without these, whoever asks for the gradients of some tensors alone would silently get what does not go through here.
+    """
+    of = [t for t in history if t is not None and t.requires_grad]
+    once: Any = _OnlyOnce.apply
+    # Detached: one may be dz itself, which is the caller's.
+    return tuple(None if g is None else once(g.detach(), *of) for g in gradients)
 
 
 def _moments_of_all(z: Tensor, ops: Any, group: Any) -> tuple[Tensor, Tensor, Tensor]:

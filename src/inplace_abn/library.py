@@ -17,7 +17,12 @@ from torch import Tensor
 from . import reference
 from .activations import ACTIVATIONS, warn_once
 
-__all__ = ["Compiled", "backend"]
+__all__ = ["NOT_TWICE", "Compiled", "backend"]
+
+NOT_TWICE = (
+    "InPlaceABN cannot be differentiated twice: its gradient is computed from z and not recorded. Where second "
+    "derivatives are needed (gradient penalties, meta-learning), use inplace_abn.ABN, which keeps two maps"
+)
 
 
 @cache
@@ -119,6 +124,13 @@ for _name, (_schema, _function, _shape) in _SCHEMAS.items():
     _LIBRARY.define(_name + _schema, tags=(torch.Tag.flexible_layout,))
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, _shape, "Meta")
+
+
+def _not_twice(ctx: Any, *_: Any) -> Any:
+    raise RuntimeError(NOT_TWICE)
+
+
+torch.library.register_autograd("inplace_abn::backward", _not_twice, lib=_LIBRARY)
 
 
 class Compiled(torch.autograd.Function):

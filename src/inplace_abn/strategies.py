@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from .activations import resolve
 from .context import may_overwrite, recomputing
-from .functions import Settings, Vectors, check, keeping_x, settled
+from .functions import Settings, Vectors, check, keeping_x, only_once, settled
 from .library import backend
 from .modules import ABN, InPlaceABN
 from .recompute import Record, recompute
@@ -146,9 +146,8 @@ class _KeepingXhat(torch.autograd.Function):
         return z, xhat
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dz: Tensor, dxhat: Tensor | None) -> tuple[Tensor | None, ...]:
-        """dx, dweight, dbias from x̂."""
+        """dx, dweight, dbias from x̂; differentiating those raises."""
         if dxhat is not None:
             raise RuntimeError(
                 "checkpoint_xhat overwrites its input by x̂, and something else reads it: hand over a copy"
@@ -156,10 +155,14 @@ class _KeepingXhat(torch.autograd.Function):
         xhat, weight, bias, invstd = ctx.record.saved()
         how: Settings = ctx.how
         rest = (how.floor, how.phi, how.a, how.variant, None, None, 0.0)
-        dx, dgamma, dbeta = backend(xhat).input_grad_batch(dz, xhat, weight, bias, invstd, *rest)
+        with torch.no_grad():
+            dx, dgamma, dbeta = backend(xhat).input_grad_batch(dz, xhat, weight, bias, invstd, *rest)
+            dweight = None if weight is None else dgamma.to(weight.dtype)
+            gradients = dx, dweight, None if bias is None else dbeta.to(bias.dtype)
         ctx.record.forget()
-        dweight = None if weight is None else dgamma.to(weight.dtype)
-        return dx, dweight, None if bias is None else dbeta.to(bias.dtype), None, None, None
+        if torch.is_grad_enabled():
+            gradients = only_once(gradients, dz, xhat, weight, bias)
+        return *gradients, None, None, None
 
 
 _RUN = {"standard": _standard, "checkpoint": keeping_x, "checkpoint_xhat": _keeping_xhat}

@@ -283,7 +283,8 @@ def test_a_parameter_that_was_looked_at_stays_until_another_is(resumed):
     one = layer()
     run(one)
     if resumed:
-        load_guard_state(one, guard_state(one))
+        one, ran = layer(), one
+        load_guard_state(one, guard_state(ran))
     was = weakref.ref(one.bias)
     one.bias = nn.Parameter(torch.full((C,), 1000.0))
     gc.collect()
@@ -291,6 +292,30 @@ def test_a_parameter_that_was_looked_at_stays_until_another_is(resumed):
     run(one)
     gc.collect()
     assert was() is None and guard.of(one).keeps_x
+
+
+def test_weights_that_are_computed_are_not_held():
+    one = layer()
+    for _ in range(2):
+        weight = torch.ones(C, requires_grad=True) * 2
+        torch.func.functional_call(one, {"weight": weight}, torch.randn(4, C, 6, 6).requires_grad_() * 1)
+    made = weakref.ref(weight)
+    del weight
+    gc.collect()
+    assert made() is None
+
+
+def test_a_parameter_that_an_optimizer_puts_in_the_place_of_another_is_looked_at(monkeypatch):
+    class Replacing(torch.optim.SGD):
+        def step(self, closure=None):
+            one.bias = nn.Parameter(torch.full((C,), 1000.0))
+
+    one = layer()
+    run(one).sum().backward()
+    Replacing(one.parameters(), lr=0.1).step()
+    waits = counted(monkeypatch)
+    run(one)
+    assert guard.of(one).keeps_x and len(waits) == 1
 
 
 def test_without_gradients_nobody_waits(monkeypatch):

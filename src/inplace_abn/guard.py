@@ -80,7 +80,7 @@ class Guard:
         self.keeps_x: bool | None = None
         self.steps = 0
         self.known: Known | None = None
-        self.held: tuple[Tensor | None, Tensor | None] = (None, None)
+        self.held: tuple[nn.Parameter, ...] = ()
         self.was_known = False
         self.saw_residual = False
         self.pending: Tensor | None = None
@@ -108,8 +108,8 @@ class Guard:
         residual = None if residual is None else residual.expand(x.shape)
         if self.keeps_x is None or now != self.known:
             self.keeps_x = is_too_large(self._errors(layer, x, residual))
-            self.known, self.steps, self.pending = now, 0, None
-            self._hold(layer)
+            self.steps, self.pending = 0, None
+            self._know(layer, x.dtype)
             return self.keeps_x
         self.steps += 1
         if self.pending is not None:
@@ -147,13 +147,18 @@ class Guard:
         """Go on as the run that :meth:`state` came from; its γ and β must be in the layer already."""
         self.keeps_x, self.steps, self.event = state["keeps_x"], state["steps"], None
         self.pending = None if state["pending"] is None else torch.tensor(state["pending"])
-        self.known = None if state["dtype"] is None else _known(layer, getattr(torch, state["dtype"]))
         self.saw_residual = state["saw_residual"]
-        self._hold(layer)
+        if state["dtype"] is None:
+            self.known = None
+        else:
+            self._know(layer, getattr(torch, state["dtype"]))
 
-    def _hold(self, layer: nn.Module) -> None:
-        # Or parameters put in their place might get their addresses, and be taken for them.
-        self.held = layer._parameters.get("weight"), layer._parameters.get("bias")
+    def _know(self, layer: nn.Module, dtype: torch.dtype) -> None:
+        """That what was decided is about γ and β as they are now."""
+        self.known = _known(layer, dtype)
+        # Parameters put in the place of these might else get their addresses, and be taken for them.
+        vectors = (layer._parameters.get(name) for name in ("weight", "bias"))
+        self.held = tuple([v for v in vectors if isinstance(v, nn.Parameter)])
         _register(layer)
 
 
@@ -228,4 +233,7 @@ def _after(optimizer: Any, *_: Any) -> None:
             continue
         guard = of(layer)
         if guard.was_known and guard.known is not None:
-            guard.known = _known(layer, guard.known[-1])
+            now = _known(layer, guard.known[-1])
+            # Parameters put in the place of others are looked at.
+            if all(one[0] == other[0] for one, other in zip(now[:2], guard.known[:2], strict=True)):
+                guard.known = now

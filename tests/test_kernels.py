@@ -606,6 +606,26 @@ def test_a_launch_is_known_by_all_that_is_compiled_into_it(monkeypatch):
     assert len(compiled) == 12
 
 
+def test_tensors_without_memory_are_refused(monkeypatch):
+    """As DTensors are, which a kernel would read at address 0."""
+    kernels = pytest.importorskip("inplace_abn.kernels")
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            return args[0]
+
+    monkeypatch.setattr(kernels.launches, "LAUNCHES", {})
+    x, rest = torch.ones(2, 4, 3, 3), (1e-5, *resolve("leaky_relu", 0.01))
+    with pytest.raises(TypeError, match="a Wrapper has no memory"):
+        kernels.normalize_batch_(x, Wrapper(torch.ones(4)), None, None, None, None, 0.1, 1e-5, *rest)
+    assert not kernels.launches.LAUNCHES and torch.equal(x, torch.ones_like(x))
+
+
 def test_residency_follows_registers_and_shared_memory():
     kernels = pytest.importorskip("inplace_abn.kernels")
     where = kernels.plans.Card(*H200)

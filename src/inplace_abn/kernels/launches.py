@@ -116,6 +116,9 @@ def launch(
         with torch.cuda.device(gpu):
             return launch(kernel, maps, twice, tensors, floats, asked, kinds)
     pointers = [*map(Tensor.data_ptr, tensors)]
+    if 0 in pointers:
+        kind = type(tensors[pointers.index(0)]).__name__
+        raise TypeError(f"a {kind} has no memory that a kernel could read; give plain tensors, as by its to_local()")
     aligned = straight = not reduce(or_, pointers) % 16
     if not straight:
         aligned = not reduce(or_, pointers[:maps]) % 16

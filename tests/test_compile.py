@@ -83,7 +83,11 @@ def batch(*shape):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("options", [{}, {"residual": True}, {"squashed": True}, {"momentum": None}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"residual": True}, {"squashed": True}, {"momentum": None}, {"weight_floor": 0.5, "eps": torch.tensor(0.25)}],
+    ids=str,
+)
 def test_training_equals_eager(options, backend):
     net = Net(**options).to(DEVICE)
     twin = copy.deepcopy(net)

@@ -134,7 +134,8 @@ def test_settings_are_the_numbers_they_are_at_the_call():
         layer.training = np.array(True)
         assert torch.allclose(run(layer, x)[0], want, atol=1e-6)
         assert torch.allclose(layer.running_mean, 0.5 * x.mean((0, 2, 3)), atol=1e-6)
-    layer = InPlaceABN(3, eps=torch.tensor(0.25))
+    layer = InPlaceABN(3)
+    layer.eps = torch.tensor(0.25)
     run(layer, x)
     layer.eps.fill_(-5.0)
     with pytest.raises(ValueError, match=r"eps is -5\.0"):

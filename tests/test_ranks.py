@@ -270,6 +270,19 @@ def test_means_far_apart_cost_no_digits():
     assert all(torch.equal(a, b) for other in others for a, b in zip(other, (mean, var, count), strict=True))
 
 
+# z is kept, and x.
+ACTIVATIONS_OF_GROUPS = ("leaky_relu", "tanh", "gelu")
+
+
+def gradient(layer, batches):
+    """dx of a loss that is no sum of z, of these batches as one."""
+    x, weights = torch.cat(batches).requires_grad_(), torch.cat([batch.flip(0) for batch in batches])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (dx,) = torch.autograd.grad((layer(x * 1) * weights).sum(), x)
+    return dx
+
+
 def in_groups(rank, world):
     """Pairs; overlapping threes, one after the other; and those that have work."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -286,6 +299,9 @@ def in_groups(rank, world):
         return net[0][0].running_mean.clone()
 
     means["pair"] = mean_in(pairs[rank // 2])
+    for activation in ACTIVATIONS_OF_GROUPS:
+        layer = InPlaceABNSync(C, activation=activation, group=pairs[rank // 2])
+        means[activation] = gradient(layer, [x])
     for members, group in threes.items():
         if rank in members:
             means[str(members)] = mean_in(group)
@@ -311,6 +327,11 @@ def test_groups():
             assert (str(members) in means) == (rank in members)
             if rank in members:
                 assert torch.allclose(means[str(members)], mean(members), atol=1e-6)
+    for pair in ((0, 1), (2, 3)):
+        for activation in ACTIVATIONS_OF_GROUPS:
+            batches = [draw(rank, (2, C, 3, 3), torch.float32) for rank in pair]
+            want = gradient(InPlaceABN(C, activation=activation), batches)
+            assert torch.allclose(torch.cat([results[rank][activation] for rank in pair]), want, atol=1e-5)
 
 
 class Network(nn.Module):

@@ -415,7 +415,7 @@ def warn_once(message: str) -> None:
 
 def named(name: str | None) -> Activation | None:
     """The row of this name or alias, if there is one."""
-    return ACTIVATIONS.get(ALIASES.get(name, name) or "")
+    return ACTIVATIONS.get(ALIASES.get(name, name) or "") if name is None or isinstance(name, str) else None
 
 
 def resolve(name: str | None, parameter: float) -> tuple[Activation, float]:

@@ -88,13 +88,18 @@ def settled(
     eps = eps if type(eps) is float else _number("eps", eps)
     floor = floor if type(floor) is float else _number("weight_floor", floor)
     a = activation_param if type(activation_param) is float else _number("activation_param", activation_param)
-    return _settled(bool(training), momentum, eps, activation, a, floor, variant, bool(overwrite))
+    asked = bool(training), momentum, eps, activation, a, floor, variant, bool(overwrite)
+    try:
+        return _settled(*asked)
+    except TypeError:
+        # A list, say, has no hash; the error is to name it.
+        return _settled.__wrapped__(*asked)
 
 
 def _number(name: str, value: Any) -> float:
     # Text that reads like one would do here, and fail where compiled: YAML takes 1e-5 for text.
-    if not isinstance(value, str | bytes):
-        with suppress(TypeError, ValueError):
+    if not isinstance(value, str | bytes | bytearray):
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
             return float(value)
     raise TypeError(f"{name} is {value!r}, which is no number; give a float")
 

@@ -84,16 +84,17 @@ class ABN(nn.Module):
         if isinstance(affine, str) and affine != "bias":
             raise ValueError(f"affine is {affine!r}; it is True, False or 'bias'")
         affine = affine if affine == "bias" else bool(affine)
-        phi = settled(True, momentum, eps, activation, activation_param).phi
+        how = settled(True, momentum, eps, activation, activation_param)
         if affine == "bias":
-            check_fixed(phi)
+            check_fixed(how.phi)
         self.num_features = num_features
-        self.eps = eps
-        self.momentum = momentum
+        # Plain numbers: compilers know no others.
+        self.eps = how.eps
+        self.momentum = how.momentum
         self.affine = affine
         self.track_running_stats = track_running_stats
         self.activation = activation
-        self.activation_param = activation_param
+        self.activation_param = how.a
         like: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(num_features, **like)) if affine is True else None
         self.bias = nn.Parameter(torch.empty(num_features, **like)) if affine else None
@@ -223,6 +224,7 @@ class InPlaceABN(ABN):
         self.weight_floor = weight_floor
         # An error if there is anything wrong with these.
         self._settings(weight_floor, variant)
+        self.weight_floor = float(weight_floor)
 
     def is_invertible(self) -> bool:
         """Whether φ has an inverse."""

@@ -158,7 +158,8 @@ class _KeepingXhat(torch.autograd.Function):
         with torch.no_grad():
             dx, dgamma, dbeta = backend(xhat).input_grad_batch(dz, xhat, weight, bias, invstd, *rest)
             dweight = None if weight is None else dgamma.to(weight.dtype)
-            gradients = dx, dweight, None if bias is None else dbeta.to(bias.dtype)
+            dbias = None if bias is None else dbeta.to(bias.dtype)
+        gradients: tuple[Tensor | None, ...] = dx, dweight, dbias
         ctx.record.forget()
         if torch.is_grad_enabled():
             gradients = only_once(gradients, dz, xhat, weight, bias)

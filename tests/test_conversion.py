@@ -578,6 +578,59 @@ def test_parts_of_what_cannot_be_traced_are_converted():
     same(model, plain, torch.randn(4, 3, 8, 8, dtype=torch.float64))
 
 
+class Depending(nn.Module):
+    """Its code looks at numbers, so that its parts are converted apart."""
+
+    def __init__(self, body_runs):
+        super().__init__()
+        torch.manual_seed(0)
+        parts = [nn.Sequential(conv(3 if i == 0 else C), norm(), nn.ReLU(inplace=True)) for i in range(4)]
+        self.body, self.head = nn.Sequential(*parts[:2]), nn.Sequential(parts[2], conv())
+        self.branches, self.body_runs = nn.ModuleList([parts[3], Awkward()]), body_runs
+
+    def forward(self, x):
+        if self.body_runs == "checkpointed":
+            x = checkpoint(self.body, x, use_reentrant=False)
+        else:
+            with torch.set_grad_enabled(self.body_runs == "plainly" and torch.is_grad_enabled()):
+                x = self.body(x)
+        for branch in self.branches:
+            x = branch(self.head(x))
+        return x
+
+
+class Awkward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = norm()
+
+    def forward(self, x):
+        return self.bn(x) if x.sum() > -1e9 else x
+
+
+@pytest.mark.parametrize("body_runs", ["without gradients", "checkpointed"])
+def test_parts_without_gradients_or_checkpointed_do_not_keep_others_from_being_converted(body_runs):
+    plain, x = Depending(body_runs).double(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    model, report = convert(copy.deepcopy(plain), example=x)
+    reasons = {line.layer: line.reason for line in report.lines}
+    assert reasons.pop("branches.1.bn").startswith("UNTRACEABLE: Awkward: symbolically traced")
+    assert set(reasons.values()) == {""} and len(reasons) == 4
+    if body_runs == "checkpointed":
+        # Torch's norms would move their statistics twice.
+        plain.body_runs = "plainly"
+    same(model, plain, x)
+
+
+def test_why_a_norm_within_code_without_gradients_is_left():
+    def middle(m, x):
+        with torch.no_grad():
+            y = m.relu(m.bn(x))
+        return y
+
+    (line,) = convert(Net(middle))[1].lines
+    assert line.reason.startswith("UNTRACEABLE: Net: part of it runs without gradients")
+
+
 def test_compiled_and_exported():
     plain = Net(adding)
     model, _ = convert(copy.deepcopy(plain))

@@ -88,7 +88,8 @@ class Tracer(fx.Tracer):
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
-            if self.culprit is None:
+            # A single step is what it is; the code that calls it is what cannot be traced.
+            if self.culprit is None and not leaf:
                 self.culprit = m
             raise
         finally:
@@ -194,6 +195,11 @@ def _collect(model: nn.Module, path: str, found: list[Section], failed: dict[str
             if list(child.children()) and _is_called_whole(module, name, child):
                 yield child, joined(path, paths[module], name)
 
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        # No code of its own.
+        for child, name in below(model):
+            _collect(child, name, found, failed)
+        return
     while True:
         tracer = Tracer(opaque)
         try:
@@ -291,7 +297,11 @@ def _is_called_whole(parent: nn.Module, name: str, child: nn.Module) -> bool:
         source = inspect.getsource(type(parent))
     except (OSError, TypeError):
         return False
-    pieces = (rf"self\.{name}\[", rf"in self\.{name}\b", rf"\(self\.{name}\b", rf"self\.{name}\.")
+    # A checkpoint calls what it is handed.
+    source = re.sub(rf"\bcheckpoint\(\s*self\.{name}\s*,", f"self.{name}(", source)
+    # Indexed, walked through, asked, handed to other code, or called something else.
+    own = rf"self\.{name}"
+    pieces = (rf"{own}\[", rf"in {own}\b", rf"{own}\.", rf"[(,]\s*{own}\s*[,)]", rf"=\s*{own}\s*(#|\n)")
     return f"self.{name}(" in source and not any(re.search(piece, source) for piece in pieces)
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 
 import pytest
 import torch
 
 from inplace_abn import activations
-
-# The package has a function of that name.
-recompute = importlib.import_module("inplace_abn.recompute")
 
 # Tests run several at a time; threads inside each would only compete.
 torch.set_num_threads(int(os.environ.get("INPLACE_ABN_TEST_THREADS", "1")))
@@ -21,7 +17,6 @@ torch.set_num_threads(int(os.environ.get("INPLACE_ABN_TEST_THREADS", "1")))
 def clean():
     torch.manual_seed(0)
     activations.WARNED.clear()
-    recompute._USED.clear()
     # Also fills torch.empty with NaN, so that an element nobody wrote cannot pass.
     torch.use_deterministic_algorithms(True)
     yield

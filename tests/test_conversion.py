@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zoo
-from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, convert, fuse, models, revert, saved_bytes
+from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, convert, fuse, models, recompute, revert, saved_bytes
 from inplace_abn.conversion import Merged
 
 C = 6
@@ -357,7 +357,8 @@ def test_optional_arguments_are_those_of_the_call():
     assert report.rewritten == ("one", "two")
     x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
     same(model, plain, x)
-    assert torch.equal(model.one(model.stem(x), shortcut=None), model.one(model.stem(x)))
+    with pytest.warns(UserWarning, match="not within such a model"):
+        assert torch.equal(model.one(model.stem(x), shortcut=None), model.one(model.stem(x)))
     # What was left out at conversion cannot be given now, and is not ignored.
     with pytest.raises(AssertionError, match="shortcut has been specialized"):
         model.one(model.stem(x), shortcut=x)
@@ -576,6 +577,18 @@ def test_parts_of_what_cannot_be_traced_are_converted():
     model, report = convert(copy.deepcopy(plain))
     assert {line.layer: line.decision for line in report.lines} == {"inner.bn": "recompute", "bn": "left"}
     same(model, plain, torch.randn(4, 3, 8, 8, dtype=torch.float64))
+
+
+def test_a_converted_part_of_another_network_says_that_it_is_not_marked():
+    """What computes z again is the module that was handed over, when it is called."""
+    x = torch.randn(4, 3, 16, 16)
+    backbone, _ = convert(Net(lambda m, x: m.relu(m.bn(m.conv1(x)))))
+    called = saved_bytes(backbone, x).total
+    within = nn.Sequential(backbone.stem, backbone.conv1, backbone.bn, backbone.head)
+    with pytest.warns(UserWarning, match="not within such a model: mark the one that is called"):
+        within(x)
+    unmarked = saved_bytes(within, x).total
+    assert unmarked > called == saved_bytes(recompute(within), x).total
 
 
 class Depending(nn.Module):

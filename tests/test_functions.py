@@ -409,11 +409,8 @@ def test_checkpointing_moves_statistics_once(place, reentrant, activation):
         return run(x * 1)
 
     ours, plain = pair(activation=activation)
-    if activation == "relu":
-        with pytest.warns(UserWarning, match="no inverse"):
-            agree(network, leaf(), ours, plain)
-    else:
-        agree(network, leaf(), ours, plain)
+    # Nor is there a word about maps: a checkpoint keeps none.
+    agree(network, leaf(), ours, plain)
     assert ours.num_batches_tracked == 1
 
 

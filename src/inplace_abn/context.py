@@ -23,6 +23,7 @@ __all__ = [
     "may_overwrite",
     "overlaps",
     "recomputing",
+    "saves_by_hooks",
 ]
 
 
@@ -51,7 +52,7 @@ def is_wrapped(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def _is_hooked() -> bool:
+def saves_by_hooks() -> bool:
     """Whether saved-tensor hooks are active: checkpointing will start again from its inputs, and versions go unchecked.
 
     Those of :mod:`inplace_abn.recompute` leave to the pair around them what they do not replace, and do not count.
@@ -89,7 +90,7 @@ def may_overwrite(x: Tensor) -> bool:
     """Whether writing to x changes nothing that anybody else was promised."""
     maker = x.grad_fn
     # No history: a batch of data, or a leaf. Its owner has not agreed to lose it.
-    if maker is None or _keeps_its_output(type(maker)) or _is_hooked() or recomputing():
+    if maker is None or _keeps_its_output(type(maker)) or saves_by_hooks() or recomputing():
         return False
     if x._is_view():
         base = x._base

@@ -18,10 +18,20 @@ from torch._compile import _disable_dynamo
 
 from . import ranks, reference
 from .activations import ACTIVATIONS, SLOPE, Activation, resolve, warn_of_slope, warn_once
-from .context import is_dense, is_exported, is_traced, is_transformed, is_wrapped, may_overwrite, overlaps, recomputing
+from .context import (
+    is_dense,
+    is_exported,
+    is_traced,
+    is_transformed,
+    is_wrapped,
+    may_overwrite,
+    overlaps,
+    recomputing,
+    saves_by_hooks,
+)
 from .library import NOT_TWICE, Compiled, backend
 from .ranks import active_group
-from .recompute import Record, is_used
+from .recompute import Record, is_at_work
 
 __all__ = [
     "Settings",
@@ -207,7 +217,6 @@ def in_place(
             return _added_to_larger(in_place(x, vectors, _without_phi(how), None, True), residual, how)
     if phi.inverse is None:
         keep_x = True
-        _warn_of_two_maps(phi)
     else:
         warn_of_slope(phi, how.a, x.dtype)
     if not _needs_graph(x, weight, bias, residual):
@@ -219,6 +228,7 @@ def in_place(
         traced: Tensor = Compiled.apply(x, weight, bias, residual, *vectors[2:], *rest)  # type: ignore[no-untyped-call]
         return traced
     if keep_x:
+        _warn_of_two_maps(phi)
         return keeping_x(x, vectors, how, residual)
     z: Tensor = _apply(x, weight, bias, residual, vectors[2:], how)
     return z
@@ -249,10 +259,12 @@ def _again(how: Settings, saved: tuple[Any, ...], z: Tensor) -> None:
 
 
 def _warn_of_two_maps(phi: Activation) -> None:
-    if not is_used():
+    """Where z is kept beside x by who reads it, for want of an inverse, and :func:`inplace_abn.recompute` would help."""
+    if phi.inverse is None and torch.is_grad_enabled() and not (is_at_work() or recomputing() or saves_by_hooks()):
         warn_once(
-            f"{phi.name} has no inverse: the layer keeps x, and who reads its output keeps that, which makes two maps; "
-            "inplace_abn.recompute(model) keeps one, leaky_relu with slope 0.01 does without recomputing"
+            f"{phi.name} has no inverse: the layer keeps x, and who reads its output keeps that, which makes two maps. "
+            "Within a model marked by inplace_abn.recompute(model), as converted ones are, it is one map; this call is not "
+            "within such a model: mark the one that is called. leaky_relu with slope 0.01 does without recomputing"
         )
 
 
@@ -316,11 +328,10 @@ def _synchronised(
     """A training call of several ranks."""
     # Gives every rank a backward pass to take part in, even one with nothing to learn.
     anchor = x.new_zeros(0, requires_grad=True)
-    if how.phi.inverse is None:
-        _warn_of_two_maps(how.phi)
-    else:
+    if how.phi.inverse is not None:
         warn_of_slope(how.phi, how.a, x.dtype)
     if keep_x or how.phi.inverse is None:
+        _warn_of_two_maps(how.phi)
         return keeping_x(x, vectors, how, residual, group, anchor)
     z: Tensor = InPlaceABN.apply(x, *vectors[:2], residual, vectors[2:], how, group, anchor)  # type: ignore[no-untyped-call]
     return z

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .context import Passing, is_traced
 
-__all__ = ["Record", "is_used", "recompute", "unmark"]
+__all__ = ["Record", "is_at_work", "recompute", "unmark"]
 
 # Of a chain of residual sums, every so manyth z is kept.
 ANCHOR = 4
@@ -185,12 +185,11 @@ class _Entered(threading.local):
 
 
 _ENTERED = _Entered()
-_USED: list[bool] = []
 
 
-def is_used() -> bool:
-    """Whether any module was marked."""
-    return bool(_USED)
+def is_at_work() -> bool:
+    """Whether a marked module is running."""
+    return bool(_ENTERED.modules)
 
 
 def recompute(module: Module) -> Module:
@@ -213,7 +212,6 @@ def recompute(module: Module) -> Module:
     if "_recomputes" not in module.__dict__:
         # Copies have it, and the hooks.
         module.__dict__["_recomputes"] = True
-        _USED.append(True)
         module.register_forward_pre_hook(_enter)
         module.register_forward_hook(_leave, always_call=True)
     return module

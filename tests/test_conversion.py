@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import json
 import pickle
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zoo
-from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, convert, fuse, models, recompute, revert, saved_bytes
+from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, convert, fuse, models, outside, recompute, revert, saved_bytes
 from inplace_abn.conversion import Merged
 
 C = 6
@@ -525,6 +526,21 @@ def test_sequences_taken_apart_by_code_that_cannot_be_traced():
     same(model, plain, torch.randn(4, 3, 8, 8, dtype=torch.float64))
 
 
+def test_conversions_of_parts_are_undone_with_the_whole():
+    net = nn.Sequential(conv(3), Net(adding), Net(adding))
+    net[1].stem = net[2].stem = conv()
+    hooks = [len(m._forward_hooks) for m in net.modules()]
+    convert(net[1])
+    assert [len(m._forward_hooks) for m in revert(net).modules()] == hooks
+    assert not any(isinstance(m, InPlaceABN) for m in net.modules())
+
+
+def test_a_norm_alone_is_left():
+    alone = norm()
+    model, report = convert(alone)
+    assert model is alone and report.lines[0].reason == "NOTHING_TO_SAVE: nothing follows it"
+
+
 def test_two_conversions_are_undone_by_one_revert():
     def middle(m, x):
         return F.relu(m.bn2(m.conv1(F.leaky_relu(m.bn(x), 0.3))))
@@ -577,6 +593,24 @@ def test_parts_of_what_cannot_be_traced_are_converted():
     model, report = convert(copy.deepcopy(plain))
     assert {line.layer: line.decision for line in report.lines} == {"inner.bn": "recompute", "bn": "left"}
     same(model, plain, torch.randn(4, 3, 8, 8, dtype=torch.float64))
+
+
+def test_features_are_extracted_from_a_converted_network():
+    plain = outside.torchvision().models.resnet18(weights=None)
+    extract = importlib.import_module("torchvision.models.feature_extraction").create_feature_extractor
+    features = {"layer3": "features"}
+    want = extract(copy.deepcopy(plain), features)
+    model = extract(convert(copy.deepcopy(plain))[0], features, tracer_kwargs={"leaf_modules": [InPlaceABN]})
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(x)["features"], want.eval()(x)["features"])
+    assert saved_bytes(recompute(model).train(), x).total < 0.6 * saved_bytes(want.train(), x).total
+    # What was extracted writes its own code, so of that only activations that are modules of one norm each are taken over.
+    model, report = convert(copy.deepcopy(want))
+    left = [line.reason for line in report.lines if line.decision == "left"]
+    assert len(left) == 14 and any("torch.fx.GraphModule, which writes its own code" in reason for reason in left)
+    with torch.no_grad():
+        assert all(torch.equal(model.train(m)(x)["features"], want.train(m)(x)["features"]) for m in (False, True))
 
 
 def test_a_converted_part_of_another_network_says_that_it_is_not_marked():

@@ -99,3 +99,33 @@ def test_networks_with_several_outputs():
     assert rows[1].kept < rows[0].kept
     with pytest.raises(ValueError, match="no tensor"):
         cross_entropy(())
+
+
+def test_a_model_that_was_converted_or_built_by_hand_is_planned_alike():
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        *[
+            nn.Sequential(nn.Conv2d(3 if i == 0 else 8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+            for i in range(3)
+        ]
+    )
+    shape = (4, 3, 32, 32)
+    want = plan(plain, shape, "1GB")
+    for relu in ("exact", "leaky"):
+        got = plan(convert(copy.deepcopy(plain), relu=relu)[0], shape, "1GB")
+        assert got.rows[0] == want.rows[0] and got.rows[2] == want.rows[2]
+        # Converted already, to that.
+        assert got.rows[1].kept == want.rows[1 if relu == "exact" else 2].kept
+    for block in plain:
+        block[1], block[2] = InPlaceABN(8), nn.Identity()
+    standard, built, leaky, _ = plan(plain, shape).rows
+    assert standard.kept == want.rows[0].kept and built.kept == leaky.kept == want.rows[2].kept
+
+
+def test_gamma_of_zero_is_planned_as_it_is_converted():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LeakyReLU(), nn.Conv2d(8, 8, 3))
+    nn.init.zeros_(net[1].weight)
+    rows = plan(net, (4, 3, 32, 32)).rows
+    assert len({row.kept for row in rows[:3]}) == 1
+    nn.init.ones_(net[1].weight)
+    assert plan(net, (4, 3, 32, 32)).rows[1].kept < rows[1].kept

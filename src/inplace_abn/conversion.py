@@ -128,12 +128,13 @@ def convert(
     them, be these modules, functions, methods or operators. With an invertible activation, or none, they become
     :class:`inplace_abn.InPlaceABN` layers that overwrite their input; with ReLU, GELU, SiLU and the like, layers that keep
     their input and compute their output again in backward (:func:`inplace_abn.recompute`, with which the model is marked).
-    Neither changes the function: outputs in evaluation are the same to the bit. Whatever would be wrong is left as it is, with
-    a reason in the report: every batch norm has its line.
+    Neither changes the function: outputs in evaluation, without gradients, are the same to the bit (docs/converting.md names
+    two exceptions). Whatever would be wrong is left as it is, with a reason in the report: every batch norm has its line.
 
-    The model is changed and returned; only if it is itself a batch norm is another one returned. Code of rewritten modules
-    (``report.rewritten``) is fixed as it ran at conversion, apart for training and evaluation: flags that it reads
-    (``self.aux_logits``) must be set before. :func:`revert` undoes everything.
+    The model is changed and returned. Code of rewritten
+    modules (``report.rewritten``) is fixed as it ran at conversion, apart for training and evaluation: flags that it reads
+    (``self.aux_logits``) must be set before. Exact activations are computed again where the model is called; of a part that is
+    called by itself, mark that, by :func:`inplace_abn.recompute`. :func:`revert` undoes everything.
 
     Args:
         model: any module, in any mode, on any device.
@@ -159,7 +160,7 @@ def convert(
         raise ValueError(f"relu is {relu!r}; one of: exact, leaky, keep")
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert takes an nn.Module, not {type(model).__name__}")
-    decided, codes = _decide(model, relu, residual, [preserve] if isinstance(preserve, str) else list(preserve))
+    decided, codes = _decide(model, relu, residual, [preserve] if isinstance(preserve, str) else list(preserve), model)
     lines = [d.line for d in decided]
     before = after = None
     if example is not None:
@@ -200,9 +201,13 @@ class _Code:
 
 @dataclass
 class _Model:
-    """A model as it is read: where its modules are and are called in training, and which are held by other means, too."""
+    """A model as it is read: where its modules are and are called in training, and which are held by other means, too.
+
+    ``numbers`` is a model of the same paths whose γ count.
+    """
 
     root: nn.Module
+    numbers: nn.Module
     paths: dict[nn.Module, list[str]]
     called: dict[nn.Module, list[tuple[Section, fx.Node]]]
     failed: dict[str, str]
@@ -216,14 +221,14 @@ class _Model:
 
 
 def _decide(
-    root: nn.Module, relu: str, residual: bool, preserve: list[str]
+    root: nn.Module, relu: str, residual: bool, preserve: list[str], numbers: nn.Module
 ) -> tuple[list[_Decision], dict[str, _Code]]:
     """What to do with every norm, in the model's order; and, by path, the code that modules get."""
     parts, failed = sections(root)
     paths: dict[nn.Module, list[str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
-    model = _Model(root, paths, calls(parts), failed, _held_outside(root), preserve, relu, residual)
+    model = _Model(root, numbers, paths, calls(parts), failed, _held_outside(root), preserve, relu, residual)
     decided: dict[str, _Decision] = {}
     found: dict[str, tuple[Section, Chain]] = {}
     for module, names in paths.items():
@@ -245,6 +250,8 @@ def _decide(
 def _why_not_read(norm: nn.Module, model: _Model) -> str | None:
     """A reason to leave a norm alone that has nothing to do with what follows it."""
     path, *others = model.paths[norm]
+    if norm is model.root:
+        return "NOTHING_TO_SAVE: nothing follows it"
     if model.is_preserved(path):
         return "PRESERVED"
     if reason := chains.why_not_norm(norm):
@@ -345,9 +352,12 @@ def _why_not_safe(path: str, part: Section, chain: Chain, in_place: bool, model:
         return None
     if reason := chains.why_not_overwritten(chain.norm.args[0], part.modules):
         return reason
-    weight = model.root.get_submodule(path).weight
+    weight = model.numbers.get_submodule(path).weight
     if isinstance(weight, Tensor) and not weight.is_meta and bool((weight.detach().abs() < WEIGHT_FLOOR).any()):
-        return f"ILL_CONDITIONED: γ within {WEIGHT_FLOOR:g} of zero cannot be divided by"
+        return (
+            f"ILL_CONDITIONED: γ within {WEIGHT_FLOOR:g} of zero cannot be divided by; convert after loading weights, or after "
+            "a first step"
+        )
     return None
 
 
@@ -532,9 +542,9 @@ def revert(model: nn.Module) -> nn.Module:
           (2): ReLU(inplace=True)
         )
     """
-    unmark(model)
     made: dict[nn.Module, nn.Module] = {}
     for path, module in list(model.named_modules(remove_duplicate=False)):
+        unmark(module)
         undo(module)
         if isinstance(module, InPlaceABN | Merged):
             if module not in made:
@@ -649,6 +659,13 @@ def _rest(norm: Any) -> nn.Module:
         if name == "identity":
             return nn.Identity()
     return Activated(name, parameter).eval()
+
+
+def converted_on_meta(model: nn.Module, relu: str, anew: bool = False) -> nn.Module:
+    """A copy of the model without numbers, converted as the model itself would be; reverted before, if anew."""
+    copied = revert(on_meta(model)) if anew else on_meta(model)
+    decided, codes = _decide(copied, relu, True, [], model)
+    return _apply(copied, decided, codes, sync=False)
 
 
 def on_meta(model: nn.Module) -> nn.Module:

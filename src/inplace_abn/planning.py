@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from .conversion import convert, on_meta
+from .conversion import converted_on_meta, on_meta, revert
 from .doctor import columns
 from .memory import LiveBytes, readable
+from .modules import InPlaceABN
 
 __all__ = ["Plan", "Row", "plan"]
 
@@ -93,6 +94,8 @@ def plan(
 ) -> Plan:
     """Forecast the memory of a training step with plain batch norm, converted, and converted with checkpointed blocks.
 
+    A model that is converted already, or has :class:`inplace_abn.InPlaceABN` put in by hand, is reverted for the first.
+
     The model is copied to the meta device, where shapes are computed and numbers are not, so neither a GPU nor data are
     needed, and a step of any size takes seconds. Every storage is counted from its making to its end. Not counted are
     workspaces of libraries, which a convolution may need for itself, and what the allocator loses to rounding.
@@ -114,7 +117,7 @@ def plan(
     tell = progress or (lambda text: None)
     static, _ = _fixed_bytes(model, dtype, optimizer_states)
     rows = []
-    for way, net in _ways(on_meta(model).train()).items():
+    for way, net in _ways(model).items():
         tell(way)
 
         @functools.cache
@@ -151,13 +154,14 @@ def _fixed_bytes(model: nn.Module, dtype: torch.dtype, optimizer_states: int) ->
     return static, copies
 
 
-def _ways(bare: nn.Module) -> dict[str, nn.Module]:
-    """The model, and what can be made of it."""
-    exact = convert(on_meta(bare))[0]
+def _ways(model: nn.Module) -> dict[str, nn.Module]:
+    """What can be made of the model, on the meta device; it may be converted already, or have layers put in by hand."""
+    by_hand = any(isinstance(m, InPlaceABN) and "_was" not in m.__dict__ for m in model.modules())
+    exact = converted_on_meta(model, "exact")
     return {
-        "standard": bare,
+        "standard": revert(on_meta(model)),
         "converted": exact,
-        "converted, leaky ReLU": convert(on_meta(bare), relu="leaky")[0],
+        "converted, leaky ReLU": converted_on_meta(model, "leaky", anew=not by_hand),
         "converted, checkpointed": _checkpointed(on_meta(exact)),
     }
 

@@ -44,6 +44,8 @@ def forward_of(
             if is_hooked(modules[path]):
                 raise ValueError(f"a hook watches {path}")
             inlined[path] = modules[path]
+    if any(isinstance(m, fx.GraphModule) for m in inlined.values()):
+        raise ValueError("it is a torch.fx.GraphModule, which writes its own code; convert what it was traced from")
     through = set(inlined.values()) - {module}
     before = [(m, m.training) for m in modules.values()]
 

@@ -33,6 +33,9 @@ def mine(tmp_path):
         "def small():\n"
         "    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3), nn.BatchNorm2d(2))\n"
         "def number():\n    return 7\n"
+        "def wide(channels):\n    return nn.Conv2d(3, channels, 3)\n"
+        "def broken():\n    return nn.Nonsense()\n"
+        "constant = 7\n"
     )
     return tmp_path
 
@@ -84,6 +87,17 @@ def test_export_gives_the_same_outputs(mine, capsys, monkeypatch, options):
         (["convert", "nets:small", "--input", "2,3,32,32", "--json", "no/such/folder.json"], "cannot write"),
         (["plan", "nets:small", "--memory", "lots"], "24GB"),
         (["doctor", "nets:small", "--weights", "missing.pt"], "missing.pt"),
+        (["convert", "nets:wide"], "'nets:wide' must be callable without arguments: missing"),
+        (["convert", "nets:constant"], "'nets:constant' must be callable without arguments"),
+        (["convert", "nets:small", "--input", "8,3"], "nets:small does not run on a batch of shape 8,3: RuntimeError"),
+        (["convert", "nets:small", "--preserve", "0", "layer9"], "'layer9', which is the path of no module"),
+        (["plan", "nets:small", "--input", "2,5,64,64"], "nets:small does not run on a batch of shape 2,5,64,64"),
+        (["export", "nets:small", "net.onnx", "--input", "2,5,64,64"], "does not run on a batch of shape 2,5,64,64"),
+        (["plan", "nets:small", "--memory", "24"], "memory is '24'; give a number and a unit, such as 24GB"),
+        (["plan", "nets:small", "--memory", "1.2.3GB"], "memory is '1.2.3GB'"),
+        (["plan", "nets:small", "--memory", "0GB"], "memory is '0GB'"),
+        (["plan", "nets:small", "--optimizer-states=-3"], "--optimizer-states -3"),
+        (["convert", "torchvision:ssdlite320_mobilenet_v3_large"], "does not run on a batch of shape 8,3,224,224"),
     ],
     ids=str,
 )
@@ -94,6 +108,12 @@ def test_mistakes_are_told_in_a_line(mine, capsys, monkeypatch, arguments, messa
     assert cli.main(arguments) == 1
     error = capsys.readouterr().err
     assert error.startswith("inplace-abn: ") and message in error and "Traceback" not in error
+
+
+def test_an_error_in_code_of_ones_own_comes_with_its_place(mine, monkeypatch):
+    monkeypatch.chdir(mine)
+    with pytest.raises(AttributeError, match="Nonsense"):
+        cli.main(["convert", "nets:broken"])
 
 
 def test_exit_codes_of_the_process(mine):

@@ -145,6 +145,20 @@ def test_a_model_that_would_not_run_stays_as_it_is(monkeypatch):
     same(model, plain, x)
 
 
+def resized(m, x):
+    x = m.conv1(x)
+    size, width = x.shape[2:], x.size(3)
+    return F.interpolate(m.conv2(F.leaky_relu(m.bn(x))), size) * width * x.dim()
+
+
+def test_asking_for_a_shape_reads_nothing():
+    plain = Net(resized).double()
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    model, report = convert(copy.deepcopy(plain), example=x)
+    assert report.lines[0].decision == "in place" and report.after < report.before
+    same(model, plain, x)
+
+
 REFUSED = {
     "SHARED_INPUT": (lambda m, x: F.leaky_relu(m.bn(x)) + x, {}),
     "SHARED_MODULE": (lambda m, x: m.relu(m.bn(m.conv1(m.relu(m.bn(x))))), {}),
@@ -210,6 +224,8 @@ def test_options():
         convert(net(), relu="elu")
     with pytest.raises(TypeError, match=r"nn\.Module"):
         convert("resnet50")
+    with pytest.raises(ValueError, match=r"'b\.nn\?', which is the path of no module"):
+        convert(net(), preserve=["bn", "b.nn?"])
     lone, report = convert(nn.BatchNorm2d(3))
     assert isinstance(lone, nn.BatchNorm2d) and report.lines[0].layer == ""
     lone, report = convert(nn.Sequential(nn.BatchNorm1d(3), nn.ReLU()))

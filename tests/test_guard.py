@@ -318,6 +318,11 @@ def test_a_parameter_that_an_optimizer_puts_in_the_place_of_another_is_looked_at
     assert guard.of(one).keeps_x and len(waits) == 1
 
 
+def test_doctor_wants_a_dtype():
+    with pytest.raises(TypeError, match="dtype is 'bfloat16'; give a torch.dtype"):
+        doctor(layer(), "bfloat16")
+
+
 def test_without_gradients_nobody_waits(monkeypatch):
     waits = counted(monkeypatch)
     with torch.no_grad():

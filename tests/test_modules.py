@@ -336,3 +336,10 @@ def test_the_ordinary_layer_takes_no_more_steps_than_torchs_own(dtype):
             layer(torch.randn(3, 4, 5, 5, dtype=dtype, requires_grad=True))
         counts.append(sorted(name for name in seen if not name.startswith("randn")))
     assert counts[1] == counts[0]
+
+
+def test_channels_are_a_whole_number():
+    assert InPlaceABN(np.int64(8)).num_features == 8
+    for wrong in ("8", 8.0, None):
+        with pytest.raises(TypeError, match="num_features is .*; it must be a whole number"):
+            InPlaceABN(wrong)

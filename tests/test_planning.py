@@ -88,9 +88,12 @@ def test_maps_in_16_bits_are_half_as_large():
 
 
 def test_sizes_are_read_or_refused():
-    for text in ("lots", "12 XB", "", "GB"):
+    for text in ("lots", "12 XB", "", "GB", "24", "1.2.3GB", "0GB", 0, -1.0):
         with pytest.raises(ValueError, match="24GB"):
             plan(network(), (2, 3, 32, 32), text)
+    with pytest.raises(ValueError, match="optimizer_states is -3"):
+        plan(network(), (2, 3, 32, 32), optimizer_states=-3)
+    assert plan(network(), [2, 3, 32, 32], 24e6) == plan(network(), (2, 3, 32, 32), "24MB")
 
 
 def test_networks_with_several_outputs():

@@ -195,6 +195,13 @@ def is_kept_by_readers(value: fx.Node, modules: dict[str, nn.Module]) -> bool:
     return False
 
 
+def _asks_for_shape(node: fx.Node) -> bool:
+    """Whether a step reads nothing of a tensor that writing to it would change."""
+    if node.op == "call_method":
+        return node.target in ("size", "dim", "ndimension", "numel", "stride")
+    return node.target is getattr and node.args[1] in ("shape", "ndim", "dtype", "device")
+
+
 def why_not_overwritten(x: Any, modules: dict[str, nn.Module]) -> str | None:
     """A reason not to write over the input of a norm; None where nobody else needs it."""
     x = source(x, modules)
@@ -202,8 +209,9 @@ def why_not_overwritten(x: Any, modules: dict[str, nn.Module]) -> str | None:
         return "INPUT_UNKNOWN"
     if x.op in ("placeholder", "get_attr"):
         return f"SHARED_INPUT: {x.op} of the traced part"
-    if len(users(x, modules)) > 1:
-        others = ", ".join(sorted({name_of(u, modules) for u in users(x, modules)}))
+    readers = [user for user in users(x, modules) if not _asks_for_shape(user)]
+    if len(readers) > 1:
+        others = ", ".join(sorted({name_of(reader, modules) for reader in readers}))
         return f"SHARED_INPUT: read by {others}"
     name = name_of(x, modules)
     if name in ("iadd", "add_"):

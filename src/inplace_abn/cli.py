@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import inspect
 import json
 import platform
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +175,8 @@ def load(name: str, weights: Path | None = None) -> Any:
             builder = torchvision.models.get_model_builder(rest)
         except ValueError as error:
             raise Mistake(f"torchvision has no model {rest!r}; see torchvision.models.list_models()") from error
-        if "segmentation" in builder.__module__:
+        # Not from a hub: of detection and segmentation, the backbone's weights, too.
+        if "weights_backbone" in inspect.signature(builder).parameters:
             options["weights_backbone"] = None
         if rest in ("googlenet", "inception_v3"):
             options["init_weights"] = True
@@ -189,13 +192,7 @@ def load(name: str, weights: Path | None = None) -> Any:
         except RuntimeError as error:
             raise Mistake(f"timm has no model {rest!r}; see timm.list_models()") from error
     else:
-        sys.path.insert(0, str(Path.cwd()))
-        try:
-            model = getattr(importlib.import_module(source), rest)()
-        except (ModuleNotFoundError, AttributeError) as error:
-            raise Mistake(f"model {name!r}: {error}") from error
-        finally:
-            sys.path.pop(0)
+        model = _own(source, rest)
     if not isinstance(model, nn.Module):
         raise Mistake(f"{name} gives {type(model).__name__}, not an nn.Module")
     if weights is not None:
@@ -204,6 +201,37 @@ def load(name: str, weights: Path | None = None) -> Any:
         except (OSError, ValueError, RuntimeError) as error:
             raise Mistake(str(error)) from error
     return model
+
+
+def _own(source: str, name: str) -> Any:
+    """What a function of the user's own gives; its errors are the user's, and come with their place."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        made = getattr(importlib.import_module(source), name)
+    except (ImportError, AttributeError) as error:
+        raise Mistake(f"model '{source}:{name}': {error}") from error
+    finally:
+        sys.path.pop(0)
+    try:
+        inspect.signature(made).bind()
+    except (TypeError, ValueError) as error:
+        raise Mistake(f"model '{source}:{name}' must be callable without arguments: {error}") from error
+    return made()
+
+
+@contextmanager
+def running(given: argparse.Namespace) -> Iterator[None]:
+    """While a model runs on a batch of the shape that was given, or the default one, which need not suit it."""
+    try:
+        yield
+    except Mistake:
+        raise
+    except Exception as error:
+        said = (str(error).strip() or "no more is said").splitlines()[0]
+        raise Mistake(
+            f"{given.model} does not run on a batch of shape {given.input}: {type(error).__name__}: {said}. --input gives "
+            "another shape; models of several inputs are converted in Python, by inplace_abn.convert"
+        ) from error
 
 
 def shape_of(text: str) -> tuple[int, ...]:
@@ -265,8 +293,13 @@ def convert(given: argparse.Namespace) -> None:
 
     model = load(given.model, given.weights)
     example = torch.empty(shape_of(given.input), device="meta")
-    options = {"relu": given.relu, "residual": not given.no_residual, "preserve": given.preserve}
-    _, report = conversion.convert(model, example=example, dry_run=True, **options)
+    try:
+        preserve = conversion.patterns_of(model, given.preserve)
+    except ValueError as error:
+        raise Mistake(str(error)) from error
+    options = {"relu": given.relu, "residual": not given.no_residual, "preserve": preserve}
+    with running(given):
+        _, report = conversion.convert(model, example=example, dry_run=True, **options)
     rows = [
         (line.layer or "(model)", line.pattern, line.decision, readable(line.bytes_saved), line.reason)
         for line in report.lines
@@ -296,18 +329,22 @@ def plan(given: argparse.Namespace) -> None:
     from . import planning
 
     model = load(given.model, given.weights)
-    with Console(stderr=True).status("planning") as status:
-        try:
-            forecast = planning.plan(
-                model,
-                shape_of(given.input),
-                given.memory,
-                dtype=getattr(torch, given.dtype),
-                optimizer_states=given.optimizer_states,
-                progress=lambda text: status.update(text),
-            )
-        except ValueError as error:
-            raise Mistake(str(error)) from error
+    shape = shape_of(given.input)
+    if given.optimizer_states < 0:
+        raise Mistake(f"--optimizer-states {given.optimizer_states}: 0 or more for each parameter")
+    try:
+        memory = None if given.memory is None else planning.size_in_bytes(given.memory)
+    except ValueError as error:
+        raise Mistake(str(error)) from error
+    with Console(stderr=True).status("planning") as status, running(given):
+        forecast = planning.plan(
+            model,
+            shape,
+            memory,
+            dtype=getattr(torch, given.dtype),
+            optimizer_states=given.optimizer_states,
+            progress=lambda text: status.update(text),
+        )
     print(forecast)
     if given.json is not None:
         write(given.json, json.dumps(forecast.to_dict(), indent=2))
@@ -316,12 +353,13 @@ def plan(given: argparse.Namespace) -> None:
 def export(given: argparse.Namespace) -> None:
     """An ONNX file, and how near its outputs are."""
     import torch
+    from torch.utils._pytree import tree_leaves
 
     from . import conversion
 
     model = load(given.model, given.weights).eval()
     x = torch.randn(shape_of(given.input), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
+    with torch.no_grad(), running(given):
         want = model(x)
     model = conversion.fuse(model) if given.fused else conversion.revert(model)
     try:
@@ -335,13 +373,17 @@ def export(given: argparse.Namespace) -> None:
     except OSError as error:
         raise Mistake(f"cannot write {given.file}: {error.strerror}") from error
     print(given.file)
-    if isinstance(want, torch.Tensor):
-        try:
-            (got,) = program(x)
-        except (ImportError, ValueError):
-            print("not compared: onnxruntime is not installed, or the model has several outputs")
-            return
-        print(f"largest difference of onnxruntime's outputs: {float((got - want).abs().max()):.1e}")
+    try:
+        got = program(x)
+    except ImportError:
+        print("not compared: onnxruntime is not installed")
+        return
+    wanted = [t for t in tree_leaves(want) if isinstance(t, torch.Tensor)]
+    if len(got) != len(wanted):
+        print(f"not compared: {len(got)} outputs in the file, {len(wanted)} of the model")
+        return
+    furthest = max(float((mine - theirs).abs().max()) for mine, theirs in zip(got, wanted, strict=True))
+    print(f"largest difference of onnxruntime's outputs: {furthest:.1e}")
 
 
 def doctor(given: argparse.Namespace) -> None:

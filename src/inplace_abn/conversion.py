@@ -160,7 +160,7 @@ def convert(
         raise ValueError(f"relu is {relu!r}; one of: exact, leaky, keep")
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert takes an nn.Module, not {type(model).__name__}")
-    decided, codes = _decide(model, relu, residual, [preserve] if isinstance(preserve, str) else list(preserve), model)
+    decided, codes = _decide(model, relu, residual, patterns_of(model, preserve), model)
     lines = [d.line for d in decided]
     before = after = None
     if example is not None:
@@ -173,6 +173,16 @@ def convert(
     if not dry_run:
         model = _apply(model, decided, codes, sync)
     return model, Report(tuple(lines), before, after, tuple(codes))
+
+
+def patterns_of(model: nn.Module, preserve: Iterable[str]) -> list[str]:
+    """The patterns of paths to preserve, or an error if one is that of no module."""
+    patterns = [preserve] if isinstance(preserve, str) else list(preserve)
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    for pattern in patterns:
+        if not fnmatch.filter(paths, pattern):
+            raise ValueError(f"preserve has {pattern!r}, which is the path of no module; see model.named_modules()")
+    return patterns
 
 
 @dataclass

@@ -64,6 +64,8 @@ def doctor(model: nn.Module, dtype: torch.dtype | None = None) -> Checkup:
         layer  worst channel  its error  rms error  decision
         1      0              2.0e-03    2.0e-03    inverts
     """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; give a torch.dtype, such as torch.bfloat16")
     findings = []
     for name, layer in model.named_modules():
         if not isinstance(layer, InPlaceABN):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from typing import Any, Literal
 
 import torch
@@ -79,6 +80,10 @@ class ABN(nn.Module):
         if slope is not None:
             warn(f"{type(self).__name__}: slope= is now activation_param=", DeprecationWarning)
             activation_param = slope
+        try:
+            num_features = operator.index(num_features)
+        except TypeError as error:
+            raise TypeError(f"num_features is {num_features!r}; it must be a whole number") from error
         if num_features < 1:
             raise ValueError(f"num_features is {num_features}; it must be at least 1")
         if isinstance(affine, str) and affine != "bias":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from .modules import InPlaceABN
 
 __all__ = ["Plan", "Row", "plan"]
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 # Of a card's memory, what allocations may take: the driver's context and fragmentation need the rest.
 USABLE = 0.92
 # Sides of crops are multiples of this, as networks of output stride 32 want them.
@@ -69,24 +69,28 @@ class Plan:
         return "\n".join([*columns(head, rows), last])
 
 
-def size_in_bytes(text: str | int) -> int:
+def size_in_bytes(size: str | float) -> int:
     """A number of bytes out of "24GB", "11.5 GiB" or a plain number.
 
-    >>> size_in_bytes("24GB"), size_in_bytes("1.5 GiB"), size_in_bytes(7)
-    (24000000000, 1610612736, 7)
+    >>> size_in_bytes("24GB"), size_in_bytes("1.5 GiB"), size_in_bytes(24e9)
+    (24000000000, 1610612736, 24000000000)
     """
-    if isinstance(text, int):
-        return text
-    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in UNITS:
-        raise ValueError(f"memory is {text!r}; give a number and a unit, such as 24GB or 11.5GiB")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]+)\s*", size) if isinstance(size, str) else None
+    if isinstance(size, int | float):
+        found = int(size)
+    elif match is not None and match[2].upper() in UNITS:
+        found = int(float(match[1]) * UNITS[match[2].upper()])
+    else:
+        raise ValueError(f"memory is {size!r}; give a number and a unit, such as 24GB or 11.5GiB")
+    if found <= 0:
+        raise ValueError(f"memory is {size!r}; give some, such as 24GB")
+    return found
 
 
 def plan(
     model: nn.Module,
-    input_shape: tuple[int, ...],
-    memory: str | int | None = None,
+    input_shape: Sequence[int],
+    memory: str | float | None = None,
     *,
     dtype: torch.dtype = torch.float32,
     optimizer_states: int = 1,
@@ -112,6 +116,9 @@ def plan(
         >>> plan(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), (4, 3, 66, 66)).rows[1].way
         'converted'
     """
+    if optimizer_states < 0:
+        raise ValueError(f"optimizer_states is {optimizer_states}; 0 or more for each parameter")
+    input_shape = tuple(input_shape)
     total = None if memory is None else size_in_bytes(memory)
     limit = None if total is None else int(USABLE * total)
     tell = progress or (lambda text: None)
@@ -133,7 +140,7 @@ def plan(
                 side = largest(_by_side(bytes_of, input_shape), input_shape[2] // SIDE or 1, limit, 2)
                 crop = None if side is None else SIDE * side
         rows.append(Row(way, kept, peak, batch, crop))
-    return Plan(tuple(input_shape), total, static, tuple(rows))
+    return Plan(input_shape, total, static, tuple(rows))
 
 
 def forecast(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, optimizer_states: int) -> tuple[int, int]:

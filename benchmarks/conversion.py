@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.metadata
 import sys
 from collections import Counter
 from pathlib import Path
@@ -23,7 +24,9 @@ from inplace_abn.cli import load
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from zoo import NAMES
 
-COLUMNS = ["net", "size", "norms", "converted", "before_bytes", "exact_bytes", "leaky_bytes", "left", "torch"]
+COLUMNS = ["net", "size", "norms", "converted", "before_bytes", "exact_bytes", "leaky_bytes", "left"]
+# Networks change with the packages that they come from.
+PACKAGES = ["torch", "torchvision", "timm"]
 
 
 def row(name: str) -> list[object]:
@@ -36,7 +39,7 @@ def row(name: str) -> list[object]:
     left = Counter(line.reason.split(":")[0] for line in exact.lines if line.decision == "left")
     reasons = " ".join(f"{code}={many}" for code, many in sorted(left.items()))
     figures = [len(exact.lines), exact.converted, exact.before, exact.after, leaky.after]
-    return [name, size, *figures, reasons, torch.__version__]
+    return [name, size, *figures, reasons, *map(importlib.metadata.version, PACKAGES)]
 
 
 def table(path: Path) -> str:
@@ -62,7 +65,7 @@ def main() -> None:
         return
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow(COLUMNS)
+        rows.writerow(COLUMNS + PACKAGES)
         for name in NAMES:
             rows.writerow(row(name))
             file.flush()

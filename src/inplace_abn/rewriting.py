@@ -37,15 +37,7 @@ def forward_of(
     modules = dict(module.named_modules())
     if "forward" in module.__dict__:
         raise ValueError("its forward was replaced on the instance")
-    inlined = {"": module}
-    for path in norms:
-        while "." in path:
-            path = path.rpartition(".")[0]
-            if is_hooked(modules[path]):
-                raise ValueError(f"a hook watches {path}")
-            inlined[path] = modules[path]
-    if any(isinstance(m, fx.GraphModule) for m in inlined.values()):
-        raise ValueError("it is a torch.fx.GraphModule, which writes its own code; convert what it was traced from")
+    inlined = _inlined(modules, norms)
     through = set(inlined.values()) - {module}
     before = [(m, m.training) for m in modules.values()]
 
@@ -83,6 +75,20 @@ def forward_of(
         return compiled[tuple([self.get_submodule(path).training for path in asked])](self, *args, **kwargs)
 
     return forward
+
+
+def _inlined(modules: dict[str, nn.Module], norms: Sequence[str]) -> dict[str, nn.Module]:
+    """By path, the modules whose code becomes part of the new one: the root, and what lies between it and the norms."""
+    found = {"": modules[""]}
+    for path in norms:
+        while "." in path:
+            path = path.rpartition(".")[0]
+            if is_hooked(modules[path]):
+                raise ValueError(f"a hook watches {path}")
+            found[path] = modules[path]
+    if any(isinstance(m, fx.GraphModule) for m in found.values()):
+        raise ValueError("it is a torch.fx.GraphModule, which writes its own code; convert what it was traced from")
+    return found
 
 
 def _matters(

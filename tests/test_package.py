@@ -24,6 +24,7 @@ SRC = ROOT / "src"
 ROOMS = [
     "activations",
     "context",
+    "settings",
     "ranks",
     "reference",
     "guard",

@@ -25,11 +25,11 @@ from . import chains
 from .activations import ACTIVATIONS, SLOPE, resolve
 from .chains import IDENTITY, Chain, Phi
 from .doctor import columns
-from .functions import WEIGHT_FLOOR
 from .memory import readable, saved_bytes
 from .modules import ABN, InPlaceABN, InPlaceABNSync
 from .recompute import recompute, unmark
 from .rewriting import Forward, forward_of, rewrite, undo
+from .settings import WEIGHT_FLOOR
 from .tracing import Section, calls, is_hooked, sections
 
 __all__ = ["Line", "Report", "convert", "fuse", "revert"]

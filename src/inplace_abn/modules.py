@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from . import guard
 from .activations import SLOPE, named, resolve, warn
 from .context import is_traced
-from .functions import WEIGHT_FLOOR, Settings, Vectors, check_fixed, in_place, in_steps, settled, synchronised
+from .functions import in_place, in_steps, synchronised
+from .settings import WEIGHT_FLOOR, Settings, Vectors, check_fixed, settled
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync", "convert_sync", "set_active_group"]
 

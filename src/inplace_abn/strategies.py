@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from .activations import resolve
 from .context import may_overwrite, recomputing
-from .functions import Settings, Vectors, check, keeping_x, only_once, settled
+from .functions import keeping_x, only_once
 from .library import backend
 from .modules import ABN, InPlaceABN
 from .recompute import Record, recompute
+from .settings import Settings, Vectors, check, settled
 
 __all__ = ["STRATEGIES", "BNActConv"]
 

@@ -207,11 +207,14 @@ def _own(source: str, name: str) -> Any:
     """What a function of the user's own gives; its errors are the user's, and come with their place."""
     sys.path.insert(0, str(Path.cwd()))
     try:
-        made = getattr(importlib.import_module(source), name)
-    except (ImportError, AttributeError) as error:
+        module = importlib.import_module(source)
+    except ModuleNotFoundError as error:
         raise Mistake(f"model '{source}:{name}': {error}") from error
     finally:
         sys.path.pop(0)
+    made = getattr(module, name, None)
+    if made is None:
+        raise Mistake(f"model '{source}:{name}': {source} has no {name!r}")
     try:
         inspect.signature(made).bind()
     except (TypeError, ValueError) as error:

@@ -131,10 +131,10 @@ def convert(
     Neither changes the function: outputs in evaluation, without gradients, are the same to the bit (docs/converting.md names
     two exceptions). Whatever would be wrong is left as it is, with a reason in the report: every batch norm has its line.
 
-    The model is changed and returned. Code of rewritten
-    modules (``report.rewritten``) is fixed as it ran at conversion, apart for training and evaluation: flags that it reads
-    (``self.aux_logits``) must be set before. Exact activations are computed again where the model is called; of a part that is
-    called by itself, mark that, by :func:`inplace_abn.recompute`. :func:`revert` undoes everything.
+    The model is changed and returned. Code of rewritten modules (``report.rewritten``) is fixed as it ran at conversion, apart
+    for training and evaluation: flags that it reads (``self.aux_logits``) must be set before. Exact activations are computed
+    again where the model is called; a part that is called by itself wants a mark of its own, by :func:`inplace_abn.recompute`.
+    :func:`revert` undoes everything.
 
     Args:
         model: any module, in any mode, on any device.

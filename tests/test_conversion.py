@@ -563,7 +563,10 @@ def test_two_conversions_are_undone_by_one_revert():
 
     plain = Net(middle, bn2=norm()).double()
     x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
-    model = convert(convert(copy.deepcopy(plain), relu="keep")[0])[0]
+    model, first = convert(copy.deepcopy(plain), relu="keep")
+    model, second = convert(model)
+    assert (first.earlier, first.converted, second.earlier, second.converted) == (0, 1, 1, 1)
+    assert "revert" in second.summary() and "revert" not in first.summary()
     same(copy.deepcopy(model), copy.deepcopy(plain), x)
     for back in (revert(copy.deepcopy(model)), revert(model)):
         assert type(back) is Net

@@ -68,12 +68,14 @@ class Report:
         before: bytes autograd kept for a backward pass of the example; None without one.
         after: the same of the converted model.
         rewritten: paths of the modules whose ``forward`` is generated now.
+        earlier: how many norms had been converted before, and stay so.
     """
 
     lines: tuple[Line, ...]
     before: int | None = None
     after: int | None = None
     rewritten: tuple[str, ...] = ()
+    earlier: int = 0
 
     @property
     def converted(self) -> int:
@@ -87,6 +89,7 @@ class Report:
             "after_bytes": self.after,
             "norms": len(self.lines),
             "converted": self.converted,
+            "converted_before": self.earlier,
             "rewritten": list(self.rewritten),
             "lines": [asdict(line) for line in self.lines],
         }
@@ -109,6 +112,8 @@ class Report:
         if self.before is not None and self.after is not None:
             share = self.after / max(self.before, 1)
             text += f"; kept for backward: {readable(self.before)} before, {readable(self.after)} after ({share:.0%})"
+        if self.earlier:
+            text += f"; {self.earlier} had been converted before: to convert them anew, revert the model first"
         return text
 
 
@@ -162,6 +167,7 @@ def convert(
         raise TypeError(f"convert takes an nn.Module, not {type(model).__name__}")
     decided, codes = _decide(model, relu, residual, patterns_of(model, preserve), model)
     lines = [d.line for d in decided]
+    earlier = sum("_was" in m.__dict__ for m in model.modules() if isinstance(m, InPlaceABN))
     before = after = None
     if example is not None:
         before, maps = _kept_bytes(model, example, [line.layer for line in lines])
@@ -172,7 +178,7 @@ def convert(
             lines[i] = replace(d.line, bytes_saved=size * d.maps_saved, map_bytes=size)
     if not dry_run:
         model = _apply(model, decided, codes, sync)
-    return model, Report(tuple(lines), before, after, tuple(codes))
+    return model, Report(tuple(lines), before, after, tuple(codes), earlier)
 
 
 def patterns_of(model: nn.Module, preserve: Iterable[str]) -> list[str]:

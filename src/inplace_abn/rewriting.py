@@ -6,10 +6,10 @@ and pickles are made of the class it had and the norms it was rewritten for, and
 
 from __future__ import annotations
 
-import functools
 import itertools
 import linecache
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx, nn
@@ -20,7 +20,8 @@ from .tracing import Tracer, is_hooked, unchanged
 __all__ = ["forward_of", "rewrite", "undo"]
 
 Forward = Callable[..., Any]
-# Modules whose mode may matter to the code of one forward: it is written for each combination.
+# Modules that the code of one forward may ask for their mode, if it is to be written for each combination; of more, for training,
+# evaluation, and what they are at conversion.
 MODES = 3
 # Files of generated code, for tracebacks.
 _FILES = itertools.count()
@@ -40,41 +41,86 @@ def forward_of(
     inlined = _inlined(modules, norms)
     through = set(inlined.values()) - {module}
     before = [(m, m.training) for m in modules.values()]
+    asked: set[nn.Module] = set()
+    written: dict[frozenset[nn.Module], tuple[str, dict[str, Any]]] = {}
 
-    @functools.cache
-    def written(in_training: frozenset[nn.Module]) -> tuple[str, dict[str, Any]]:
+    def write(in_training: frozenset[nn.Module]) -> None:
         """The code where these are in training, and the others are not."""
         for m, _ in before:
             m.training = m in in_training
-        with unchanged(inlined.values()) as changed:
+        with unchanged(inlined.values()) as changed, _noting(asked):
             graph = Tracer(through=through.__contains__).of(module, given)
         if changed:
             raise ValueError(f"its code changes {', '.join(name for _, name in changed)}")
         for path, has_sum in zip(norms, sums or [None] * len(norms), strict=True):
             _take_over(graph, modules, path, has_sum)
         code = graph.python_code("self")
-        return code.src, code.globals
+        written[in_training] = code.src, code.globals
 
-    name, everything = type(module).__name__, frozenset(modules.values())
+    everything, as_they_are = frozenset(modules.values()), frozenset(m for m, training in before if training)
     try:
-        if written(everything)[0] == written(frozenset())[0]:
-            return _compile(*written(everything), name)
-        # Whose mode matters: of what is inlined, each for itself.
-        asked = [path for path, m in inlined.items() if _matters({m}, everything, written)]
-        if len(asked) > MODES or _matters(everything - set(inlined.values()), everything, written):
-            raise ValueError("its code asks many modules whether they are in training")
-        compiled = {}
-        for modes in itertools.product((False, True), repeat=len(asked)):
-            resting = {modules[path] for path, training in zip(asked, modes, strict=True) if not training}
-            compiled[modes] = _compile(*written(everything - resting), name)
+        for in_training in {everything, frozenset(), as_they_are}:
+            write(in_training)
+        known: set[nn.Module] = set()
+        # One mode may lead to where another is asked for.
+        while known != asked and len(asked) <= MODES:
+            known = set(asked)
+            for some in itertools.product((False, True), repeat=len(known)):
+                resting = {m for m, training in zip(known, some, strict=True) if not training}
+                write(everything - resting)
     finally:
         for m, was in before:
             m.training = was
+    return _by_modes(type(module).__name__, modules, asked, written)
+
+
+def _by_modes(
+    name: str,
+    modules: dict[str, nn.Module],
+    asked: set[nn.Module],
+    written: dict[frozenset[nn.Module], tuple[str, dict[str, Any]]],
+) -> Forward:
+    """The code for the modes that modules have when it is called."""
+    if asked - set(modules.values()):
+        raise ValueError("its code asks a module outside of it whether it is in training")
+    if not asked or (len(asked) <= MODES and len({source for source, _ in written.values()}) == 1):
+        return _compile(*next(iter(written.values())), name)
+    paths = [path for path, m in modules.items() if m in asked]
+    compiled = {
+        tuple([modules[path] in in_training for path in paths]): _compile(*code, name)
+        for in_training, code in written.items()
+    }
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return compiled[tuple([self.get_submodule(path).training for path in asked])](self, *args, **kwargs)
+        modes = tuple([self.get_submodule(path).training for path in paths])
+        if modes not in compiled:
+            raise RuntimeError(
+                f"the converted code of {name} asks {len(paths)} modules whether they are in training ({', '.join(paths[:4])}, "
+                "…), and was not written for the modes that they have now: bring all into one, or revert the model, set the "
+                "modes, and convert it again"
+            )
+        return compiled[modes](self, *args, **kwargs)
 
     return forward
+
+
+@contextmanager
+def _noting(asked: set[nn.Module]) -> Iterator[None]:
+    """Note whose mode is asked for. As fx, this sees all modules there are, in every thread; they notice nothing."""
+
+    def get(self: nn.Module) -> bool:
+        asked.add(self)
+        mode: bool = vars(self)["training"]
+        return mode
+
+    def put(self: nn.Module, training: bool) -> None:
+        vars(self)["training"] = training
+
+    nn.Module.training = property(get, put)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del nn.Module.training
 
 
 def _inlined(modules: dict[str, nn.Module], norms: Sequence[str]) -> dict[str, nn.Module]:
@@ -89,16 +135,6 @@ def _inlined(modules: dict[str, nn.Module], norms: Sequence[str]) -> dict[str, n
     if any(isinstance(m, fx.GraphModule) for m in found.values()):
         raise ValueError("it is a torch.fx.GraphModule, which writes its own code; convert what it was traced from")
     return found
-
-
-def _matters(
-    some: Collection[nn.Module],
-    everything: frozenset[nn.Module],
-    written: Callable[[frozenset[nn.Module]], tuple[str, dict[str, Any]]],
-) -> bool:
-    """Whether the code is another where these are not in training and all others are, or the reverse."""
-    rest = everything - set(some)
-    return written(rest)[0] != written(everything)[0] or written(frozenset(some))[0] != written(frozenset())[0]
 
 
 def _take_over(graph: fx.Graph, modules: dict[str, nn.Module], path: str, has_sum: bool | None) -> None:

@@ -192,11 +192,16 @@ def _collect(model: nn.Module, path: str, found: list[Section], failed: dict[str
 
     def below(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         for name, child in module.named_children():
-            if list(child.children()) and _is_called_whole(module, name, child):
-                yield child, joined(path, paths[module], name)
+            if _has_code(child):
+                if list(child.children()) and _is_called_whole(module, name, child):
+                    yield child, joined(path, paths[module], name)
+            else:
+                whole = _has_code(module) and _elements_are_called_whole(module, name)
+                for element, where in below(child):
+                    if whole or not _is_plain_sequence(element):
+                        yield element, where
 
-    if isinstance(model, nn.ModuleList | nn.ModuleDict):
-        # No code of its own.
+    if not _has_code(model):
         for child, name in below(model):
             _collect(child, name, found, failed)
         return
@@ -287,22 +292,53 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[list[tuple[nn.Module, st
                 changed.append((module, name))
 
 
+def _has_code(module: nn.Module) -> bool:
+    """Whether it can be called; lists and dicts of modules cannot."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _is_plain_sequence(module: nn.Module) -> bool:
+    return type(module).forward is nn.Sequential.forward
+
+
 def _is_called_whole(parent: nn.Module, name: str, child: nn.Module) -> bool:
-    """Whether code that cannot be traced calls a child, and does not take a sequence apart."""
-    if type(child).forward is not nn.Sequential.forward or isinstance(
-        parent, nn.Sequential | nn.ModuleList | nn.ModuleDict
-    ):
+    """Whether a parent's code, which cannot be traced, calls a child, and does not take a sequence apart."""
+    if not _is_plain_sequence(child) or _is_plain_sequence(parent) or not _has_code(parent):
         return True
-    try:
-        source = inspect.getsource(type(parent))
-    except (OSError, TypeError):
-        return False
-    # A checkpoint calls what it is handed.
-    source = re.sub(rf"\bcheckpoint\(\s*self\.{name}\s*,", f"self.{name}(", source)
-    # Indexed, walked through, asked, handed to other code, or called something else.
-    own = rf"self\.{name}"
-    pieces = (rf"{own}\[", rf"in {own}\b", rf"{own}\.", rf"[(,]\s*{own}\s*[,)]", rf"=\s*{own}\s*(#|\n)")
-    return f"self.{name}(" in source and not any(re.search(piece, source) for piece in pieces)
+    own, source = rf"\bself\.{re.escape(name)}", _source_of(parent)
+    # Called, set, or handed to torch's checkpoint, which calls it; nothing else.
+    calls = rf"{own}\(|(?<![\w.])(?!self\.)(?:\w+\.)*checkpoint\(\s*{own}\s*,"
+    rest, many = re.subn(calls, "", source)
+    return many > 0 and not re.search(rf"{own}\b", re.sub(rf"{own}\s*=(?!=)", "", rest))
+
+
+def _elements_are_called_whole(owner: nn.Module, name: str) -> bool:
+    """Whether the code that a list or dict of modules belongs to calls its elements, and does not take sequences apart."""
+    own, source = rf"\bself\.{re.escape(name)}", _source_of(owner)
+    # Set, filled, measured, or an element of it called.
+    rest = re.sub(rf"{own}\s*=(?!=)|{own}\.(append|extend|update)\(|\blen\({own}\)|{own}\[[^\[\]]*\]\(", "", source)
+    each = rf"\bfor\s+(?:\w+\s*,\s*)?(\w+)\s+in\s+(?:enumerate\(\s*)?{own}(?:\.values\(\)|\.items\(\))?\s*\)?"
+    variables = {found[1] for found in re.finditer(each, rest)}
+    rest = re.sub(each, "", rest)
+    used = "|".join(rf"\b{variable}\b(?!\()" for variable in variables)
+    return bool(source) and not re.search(rf"{own}\b", rest) and not (used and re.search(used, rest))
+
+
+def _source_of(module: nn.Module) -> str:
+    """The code of its classes but for what makes a module; nothing where some of it cannot be had."""
+    found = []
+    for kind in type(module).__mro__:
+        if kind.__module__.startswith("torch.nn.") or kind is object:
+            continue
+        try:
+            source = inspect.getsource(kind)
+            made = vars(kind).get("__init__")
+            if made is not None:
+                source = source.replace(inspect.getsource(made), "")
+        except (OSError, TypeError):
+            return ""
+        found.append(source)
+    return "\n".join(found)
 
 
 @contextmanager

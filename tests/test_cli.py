@@ -36,7 +36,9 @@ def mine(tmp_path):
         "def wide(channels):\n    return nn.Conv2d(3, channels, 3)\n"
         "def broken():\n    return nn.Nonsense()\n"
         "constant = 7\n"
+        "def elsewhere():\n    from helpers import small\n    return small()\n"
     )
+    (tmp_path / "helpers.py").write_text("from nets import small\n")
     return tmp_path
 
 
@@ -108,6 +110,14 @@ def test_mistakes_are_told_in_a_line(mine, capsys, monkeypatch, arguments, messa
     assert cli.main(arguments) == 1
     error = capsys.readouterr().err
     assert error.startswith("inplace-abn: ") and message in error and "Traceback" not in error
+
+
+def test_code_of_ones_own_may_import_when_it_is_called(mine):
+    # As the installed command runs: without the current directory on the path.
+    program = "import sys; from inplace_abn import cli; sys.path.remove(''); sys.exit(cli.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "convert", "nets:elsewhere", "--input", "2,3,32,32"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(SRC)}, cwd=mine, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_error_in_code_of_ones_own_comes_with_its_place(mine, monkeypatch):

@@ -318,6 +318,14 @@ def test_a_parameter_that_an_optimizer_puts_in_the_place_of_another_is_looked_at
     assert guard.of(one).keeps_x and len(waits) == 1
 
 
+@pytest.mark.parametrize("shape", [(1, C, 1, 1), (4, 1, 6, 6), ()], ids=str)
+def test_a_residual_that_broadcasts_is_weighed_as_what_it_amounts_to(shape):
+    for size, keeps in ((1.0, False), (100.0, True)):
+        one = layer()
+        run(one, residual=torch.full(shape, size, dtype=torch.bfloat16))
+        assert guard.of(one).keeps_x == keeps
+
+
 def test_doctor_wants_a_dtype():
     with pytest.raises(TypeError, match="dtype is 'bfloat16'; give a torch.dtype"):
         doctor(layer(), "bfloat16")

@@ -88,7 +88,7 @@ def test_maps_in_16_bits_are_half_as_large():
 
 
 def test_sizes_are_read_or_refused():
-    for text in ("lots", "12 XB", "", "GB", "24", "1.2.3GB", "0GB", 0, -1.0):
+    for text in ("lots", "12 XB", "", "GB", "24", "1.2.3GB", "0GB", 0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="24GB"):
             plan(network(), (2, 3, 32, 32), text)
     with pytest.raises(ValueError, match="optimizer_states is -3"):

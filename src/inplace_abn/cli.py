@@ -13,6 +13,7 @@ import inspect
 import json
 import platform
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -205,21 +206,24 @@ def load(name: str, weights: Path | None = None) -> Any:
 
 def _own(source: str, name: str) -> Any:
     """What a function of the user's own gives; its errors are the user's, and come with their place."""
-    sys.path.insert(0, str(Path.cwd()))
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
     try:
-        module = importlib.import_module(source)
-    except ModuleNotFoundError as error:
-        raise Mistake(f"model '{source}:{name}': {error}") from error
+        try:
+            module = importlib.import_module(source)
+        except ModuleNotFoundError as error:
+            raise Mistake(f"model '{source}:{name}': {error}") from error
+        made = getattr(module, name, None)
+        if made is None:
+            raise Mistake(f"model '{source}:{name}': {source} has no {name!r}")
+        try:
+            inspect.signature(made).bind()
+        except (TypeError, ValueError) as error:
+            raise Mistake(f"model '{source}:{name}' must be callable without arguments: {error}") from error
+        # It may import more from here.
+        return made()
     finally:
-        sys.path.pop(0)
-    made = getattr(module, name, None)
-    if made is None:
-        raise Mistake(f"model '{source}:{name}': {source} has no {name!r}")
-    try:
-        inspect.signature(made).bind()
-    except (TypeError, ValueError) as error:
-        raise Mistake(f"model '{source}:{name}' must be callable without arguments: {error}") from error
-    return made()
+        sys.path.remove(here)
 
 
 @contextmanager
@@ -230,10 +234,14 @@ def running(given: argparse.Namespace) -> Iterator[None]:
     except Mistake:
         raise
     except Exception as error:
-        said = (str(error).strip() or "no more is said").splitlines()[0]
+        said, last = (
+            (str(error).strip() or "no more is said").splitlines()[0],
+            traceback.extract_tb(error.__traceback__)[-1],
+        )
         raise Mistake(
-            f"{given.model} does not run on a batch of shape {given.input}: {type(error).__name__}: {said}. --input gives "
-            "another shape; models of several inputs are converted in Python, by inplace_abn.convert"
+            f"{given.model} does not run on a batch of shape {given.input}: {type(error).__name__}: {said} "
+            f"({Path(last.filename).name}, line {last.lineno}). --input gives another shape; models of several inputs are "
+            "converted in Python, by inplace_abn.convert"
         ) from error
 
 

@@ -150,7 +150,8 @@ def convert(
             recomputation; "keep" leaves norms with a ReLU alone.
         residual: take sums into the layers.
         sync: make layers with statistics over all ranks; those of ``SyncBatchNorm`` are in any case.
-        preserve: paths of modules to leave alone, with all that is in them; ``*`` and ``?`` match as in file names.
+        preserve: paths of modules to leave alone, with all that is in them; ``*`` and ``?`` match as in file names. An error if
+            one is that of no module.
         dry_run: only report.
 
     Example:
@@ -456,7 +457,7 @@ def _relative(path: str, owner: str) -> str:
 
 
 def _apply(model: nn.Module, decided: list[_Decision], codes: Mapping[str, _Code], sync: bool) -> nn.Module:
-    """Carry the decisions out; the model, or another one where it was a norm itself."""
+    """Carry the decisions out on the model."""
     for owner, code in codes.items():
         rewrite(model.get_submodule(owner), code.norms, code.given, code.forward)
     done = [d for d in decided if d.line.decision != "left"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -70,13 +71,13 @@ class Plan:
 
 
 def size_in_bytes(size: str | float) -> int:
-    """A number of bytes out of "24GB", "11.5 GiB" or a plain number.
+    """A number of bytes out of "24GB" or "11.5 GiB"; what is no text is a number of bytes already.
 
     >>> size_in_bytes("24GB"), size_in_bytes("1.5 GiB"), size_in_bytes(24e9)
     (24000000000, 1610612736, 24000000000)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]+)\s*", size) if isinstance(size, str) else None
-    if isinstance(size, int | float):
+    if isinstance(size, int | float) and math.isfinite(size):
         found = int(size)
     elif match is not None and match[2].upper() in UNITS:
         found = int(float(match[1]) * UNITS[match[2].upper()])

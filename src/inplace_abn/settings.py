@@ -170,7 +170,7 @@ def added(residual: Tensor, x: Tensor) -> Tensor:
                 f"residual has shape {tuple(residual.shape)} and x {tuple(x.shape)}, which cannot be added; bring it to x's "
                 "shape, as by a convolution"
             ) from error
-        # A view: nothing is repeated in memory.
+        # A view, so that no more is kept; kernels repeat it while they run.
         residual = residual.expand(shape)
     return residual.to(x.dtype)
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import pickle
 import statistics
+import warnings
 
 import pytest
 import torch
@@ -673,6 +674,24 @@ def test_sequences_that_are_called_are_converted():
     plain.eval(), model.eval()
     with torch.no_grad():
         assert torch.equal(model(x), plain(x))
+
+
+def test_scripted_modules_stay_as_they_are():
+    def middle(m, x):
+        h = F.relu(m.bn(m.conv1(x)) + x)
+        return m.scripted(h) if m.scripted.training else m.scripted(h) * 2
+
+    with warnings.catch_warnings():
+        # Torch means to give it up.
+        warnings.simplefilter("ignore")
+        plain = Net(middle).double()
+        scripted = torch.jit.script(nn.Sequential(conv(), nn.BatchNorm2d(C)).double())
+        model, x = copy.deepcopy(plain), torch.randn(4, 3, 8, 8, dtype=torch.float64)
+        model.scripted = plain.scripted = scripted
+        model, report = convert(model)
+        for training in (True, False):
+            assert torch.allclose(model.train(training)(x), plain.train(training)(x), rtol=1e-9)
+    assert report.converted == 1
 
 
 class Joined(nn.ModuleDict):

@@ -110,8 +110,10 @@ def _noting(asked: set[nn.Module]) -> Iterator[None]:
 
     def get(self: nn.Module) -> bool:
         asked.add(self)
-        mode: bool = vars(self)["training"]
-        return mode
+        if "training" not in vars(self):
+            # Of a scripted module, which has it elsewhere.
+            raise AttributeError("training")
+        return bool(vars(self)["training"])
 
     def put(self: nn.Module, training: bool) -> None:
         vars(self)["training"] = training

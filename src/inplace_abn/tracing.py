@@ -265,7 +265,9 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[list[tuple[nn.Module, st
     for module in modules:
         attributes = own(module)
         contents = {name: inside(value) for name, value in attributes.items()}
-        before.append((module, attributes, contents, {table: dict(vars(module)[table]) for table in _TABLES}))
+        # Scripted modules have theirs elsewhere.
+        tables = {t: dict(vars(module)[t]) for t in _TABLES if isinstance(vars(module).get(t), dict)}
+        before.append((module, attributes, contents, tables))
     changed: list[tuple[nn.Module, str]] = []
     try:
         yield changed
@@ -294,11 +296,11 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[list[tuple[nn.Module, st
 
 def _has_code(module: nn.Module) -> bool:
     """Whether it can be called; lists and dicts of modules cannot."""
-    return type(module).forward is not nn.Module.forward
+    return inspect.getattr_static(type(module), "forward", None) is not nn.Module.forward
 
 
 def _is_plain_sequence(module: nn.Module) -> bool:
-    return type(module).forward is nn.Sequential.forward
+    return inspect.getattr_static(type(module), "forward", None) is nn.Sequential.forward
 
 
 def _is_called_whole(parent: nn.Module, name: str, child: nn.Module) -> bool:

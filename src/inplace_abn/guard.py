@@ -59,12 +59,6 @@ def estimate(
         return unit(dtype) * inside.sqrt() / gamma
 
 
-def _adds(shape: torch.Size, to: torch.Size) -> bool:
-    """Whether a tensor of this shape broadcasts to the other."""
-    ends = zip(reversed(shape), reversed(to), strict=False)
-    return len(shape) <= len(to) and all(size in (1, whole) for size, whole in ends)
-
-
 def is_too_large(errors: Tensor) -> bool:
     """Whether a layer with these errors keeps x. Waits for them."""
     return not float(errors.double().square().mean()) <= LIMIT**2
@@ -101,11 +95,14 @@ class Guard:
         if x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             # Nothing can be looked at.
             return bool(self.keeps_x)
-        fits = residual is None or (residual.device == x.device and _adds(residual.shape, x.shape))
-        if not fits or not x.is_floating_point():
-            # An error to come, or ordinary steps.
+        if not x.is_floating_point() or (residual is not None and residual.device != x.device):
+            # An error to come.
             return False
-        residual = None if residual is None else residual.expand(x.shape)
+        try:
+            residual = None if residual is None else residual.expand(x.shape)
+        except RuntimeError:
+            # Another one, or ordinary steps, z being larger than x.
+            return False
         if self.keeps_x is None or now != self.known:
             self.keeps_x = is_too_large(self._errors(layer, x, residual))
             self.steps, self.pending = 0, None

@@ -227,7 +227,6 @@ class InPlaceABN(ABN):
             dtype=dtype,
         )
         self.variant = variant
-        self.weight_floor = weight_floor
         # An error if there is anything wrong with these.
         self._settings(weight_floor, variant)
         self.weight_floor = float(weight_floor)

@@ -300,8 +300,8 @@ def in_groups(rank, world):
 
     means["pair"] = mean_in(pairs[rank // 2])
     for activation in ACTIVATIONS_OF_GROUPS:
-        layer = InPlaceABNSync(C, activation=activation, group=pairs[rank // 2])
-        means[activation] = gradient(layer, [x])
+        layer = InPlaceABNSync(C, activation=activation, group=pairs[rank // 2]).double()
+        means[activation] = gradient(layer, [x.double()])
     for members, group in threes.items():
         if rank in members:
             means[str(members)] = mean_in(group)
@@ -329,9 +329,9 @@ def test_groups():
                 assert torch.allclose(means[str(members)], mean(members), atol=1e-6)
     for pair in ((0, 1), (2, 3)):
         for activation in ACTIVATIONS_OF_GROUPS:
-            batches = [draw(rank, (2, C, 3, 3), torch.float32) for rank in pair]
-            want = gradient(InPlaceABN(C, activation=activation), batches)
-            assert torch.allclose(torch.cat([results[rank][activation] for rank in pair]), want, atol=1e-5)
+            batches = [draw(rank, (2, C, 3, 3), torch.float32).double() for rank in pair]
+            want = gradient(InPlaceABN(C, activation=activation).double(), batches)
+            assert torch.allclose(torch.cat([results[rank][activation] for rank in pair]), want, rtol=1e-12, atol=1e-12)
 
 
 class Network(nn.Module):

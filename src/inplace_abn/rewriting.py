@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,7 @@ def forward_of(
     inlined = _inlined(modules, norms)
     through = set(inlined.values()) - {module}
     before = [(m, m.training) for m in modules.values()]
+    everything, as_they_are = frozenset(modules.values()), frozenset(m for m, training in before if training)
     asked: set[nn.Module] = set()
     written: dict[frozenset[nn.Module], tuple[str, dict[str, Any]]] = {}
 
@@ -52,22 +54,25 @@ def forward_of(
             graph = Tracer(through=through.__contains__).of(module, given)
         if changed:
             raise ValueError(f"its code changes {', '.join(name for _, name in changed)}")
+        if asked - everything:
+            raise ValueError("its code asks a module outside of it whether it is in training")
         for path, has_sum in zip(norms, sums or [None] * len(norms), strict=True):
             _take_over(graph, modules, path, has_sum)
         code = graph.python_code("self")
         written[in_training] = code.src, code.globals
 
-    everything, as_they_are = frozenset(modules.values()), frozenset(m for m, training in before if training)
     try:
-        for in_training in {everything, frozenset(), as_they_are}:
+        for in_training in dict.fromkeys((everything, frozenset[nn.Module](), as_they_are)):
             write(in_training)
-        known: set[nn.Module] = set()
+        known: list[nn.Module] = []
         # One mode may lead to where another is asked for.
-        while known != asked and len(asked) <= MODES:
-            known = set(asked)
+        while len(known) < len(asked) <= MODES:
+            known = [m for m in modules.values() if m in asked]
             for some in itertools.product((False, True), repeat=len(known)):
-                resting = {m for m, training in zip(known, some, strict=True) if not training}
-                write(everything - resting)
+                wanted = {m for m, training in zip(known, some, strict=True) if training}
+                # What is not asked for is the same to the code.
+                if all(in_training & set(known) != wanted for in_training in written):
+                    write(everything - (set(known) - wanted))
     finally:
         for m, was in before:
             m.training = was
@@ -81,22 +86,18 @@ def _by_modes(
     written: dict[frozenset[nn.Module], tuple[str, dict[str, Any]]],
 ) -> Forward:
     """The code for the modes that modules have when it is called."""
-    if asked - set(modules.values()):
-        raise ValueError("its code asks a module outside of it whether it is in training")
     if not asked or (len(asked) <= MODES and len({source for source, _ in written.values()}) == 1):
         return _compile(*next(iter(written.values())), name)
     paths = [path for path, m in modules.items() if m in asked]
-    compiled = {
-        tuple([modules[path] in in_training for path in paths]): _compile(*code, name)
-        for in_training, code in written.items()
-    }
+    codes = {tuple([modules[path] in some for path in paths]): code for some, code in written.items()}
+    compiled = {modes: _compile(*code, name) for modes, code in codes.items()}
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         modes = tuple([self.get_submodule(path).training for path in paths])
         if modes not in compiled:
             raise RuntimeError(
-                f"the converted code of {name} asks {len(paths)} modules whether they are in training ({', '.join(paths[:4])}, "
-                "…), and was not written for the modes that they have now: bring all into one, or revert the model, set the "
+                f"the converted code of {name} asks {len(paths)} modules whether they are in training ({', '.join(paths)}), "
+                "and was not written for the modes that they have now: bring all into one, or revert the model, set the "
                 "modes, and convert it again"
             )
         return compiled[modes](self, *args, **kwargs)
@@ -106,10 +107,12 @@ def _by_modes(
 
 @contextmanager
 def _noting(asked: set[nn.Module]) -> Iterator[None]:
-    """Note whose mode is asked for. As fx, this sees all modules there are, in every thread; they notice nothing."""
+    """Note whose mode this thread asks for. All modules there are get it by way of this, and notice nothing."""
+    own = threading.get_ident()
 
     def get(self: nn.Module) -> bool:
-        asked.add(self)
+        if threading.get_ident() == own:
+            asked.add(self)
         if "training" not in vars(self):
             # Of a scripted module, which has it elsewhere.
             raise AttributeError("training")

@@ -318,12 +318,14 @@ def _elements_are_called_whole(owner: nn.Module, name: str) -> bool:
     """Whether the code that a list or dict of modules belongs to calls its elements, and does not take sequences apart."""
     own, source = rf"\bself\.{re.escape(name)}", _source_of(owner)
     # Set, filled, measured, or an element of it called.
-    rest = re.sub(rf"{own}\s*=(?!=)|{own}\.(append|extend|update)\(|\blen\({own}\)|{own}\[[^\[\]]*\]\(", "", source)
+    rest = re.sub(rf"{own}\s*=(?!=)|{own}\.(append|extend|update)\(|\blen\({own}\)", "", source)
+    rest, many = re.subn(rf"{own}\[[^\[\]]*\]\(", "", rest)
     each = rf"\bfor\s+(?:\w+\s*,\s*)?(\w+)\s+in\s+(?:enumerate\(\s*)?{own}(?:\.values\(\)|\.items\(\))?\s*\)?"
     variables = {found[1] for found in re.finditer(each, rest)}
     rest = re.sub(each, "", rest)
     used = "|".join(rf"\b{variable}\b(?!\()" for variable in variables)
-    return bool(source) and not re.search(rf"{own}\b", rest) and not (used and re.search(used, rest))
+    known = many > 0 or bool(variables)
+    return known and not re.search(rf"{own}\b", rest) and not (used and re.search(used, rest))
 
 
 def _source_of(module: nn.Module) -> str:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,23 +85,20 @@ def sweep_plans() -> Iterator[tuple[str, dict[str, Any]]]:
 def small_plans() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "own", {}
     for wide, programs, warps, room in itertools.product((32, 64), (1, 2), (4, 8), ("all", "needed")):
-        names: dict[str, Any] = {
+        names = {
             "SWEEP_WIDTHS": ((1 << 62, wide),),
-            "SWEEP_PROGRAMS": programs,
-            "SWEEP_WARPS": warps,
+            "sweep_of": partial(forced, programs, warps, room == "needed"),
         }
-        if room == "needed":
-            names["sweep_of"] = with_room_needed
         yield f"wide {wide}, programs {programs}, warps {warps}, room {room}", names
 
 
-def with_room_needed(place: kernels.plans.Layout, *rest: Any) -> kernels.plans.Sweep | None:
-    """The package's own, which holds all tiles in no more slots than there are tiles."""
-    own: kernels.plans.Sweep | None = FUNCTIONS["sweep_of"](place, *rest)
-    if own is None or own.R:
-        return own
-    tiles = -(-place.rows // (own.K * own.B * own.S))
-    return own._replace(H=max(tiles, own.ahead))
+def forced(programs: int, warps: int, needed: bool, *asked: Any) -> kernels.plans.Sweep | None:
+    """So many programs on a processor, of so many warps; all tiles held in no more slots than there are tiles, if wanted."""
+    plan = kernels.plans._sweep(*asked, programs, warps)
+    if plan is None or plan.R or not needed:
+        return plan
+    tiles = -(-asked[0].rows // (plan.K * plan.B * plan.S))
+    return plan._replace(H=max(tiles, plan.ahead))
 
 
 PLANS = {"crew": crew_plans, "ring": ring_plans, "sweep": sweep_plans, "small": small_plans}

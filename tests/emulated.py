@@ -33,6 +33,13 @@ class Tile:
     def __init__(self, a):
         self.a = np.asarray(a)
 
+    # Layouts mean nothing here.
+    type = SimpleNamespace(layout=None)
+
+    @property
+    def dtype(self):
+        return self.a.dtype.type
+
     def to(self, dtype, bitcast=False):
         return Tile(self.a.view(dtype) if bitcast else self.a.astype(dtype))
 
@@ -85,10 +92,16 @@ class Pointer:
 
 
 class Shared:
-    """Slots of shared memory, which hold what nobody wrote at first."""
+    """Slots of shared memory, which hold what nobody wrote at first, or what they are made of."""
 
-    def __init__(self, dtype, shape, _layout):
+    def __init__(self, dtype, shape, _layout, value=None):
         self.slots = np.full(shape, np.nan, dtype)
+        if value is not None:
+            assert value.a.shape == tuple(shape) and value.dtype is dtype, "of another kind"
+            self.slots[...] = value.a
+
+    def load(self, _layout):
+        return Tile(self.slots.copy())
 
     def index(self, i):
         return SimpleNamespace(slot=self.slots[int(i)], load=lambda _layout: Tile(self.slots[int(i)].copy()))
@@ -120,6 +133,13 @@ def reduce(tiles, axis, combine):
         half = len(parts[0]) // 2
         parts = [t.a for t in combine(*(Tile(p[:half]) for p in parts), *(Tile(p[half:]) for p in parts))]
     return tuple(Tile(p[0]) for p in parts)
+
+
+def joined(one, other):
+    """Two tiles, or addresses in one array, side by side."""
+    if isinstance(one, Pointer):
+        return Pointer(one.array, np.stack([one.offset, other.offset], -1))
+    return Tile(np.stack([one.a, other.a], -1))
 
 
 def assembly(_text, _constraints, arguments, **_):
@@ -183,6 +203,7 @@ LANGUAGE = SimpleNamespace(
     maximum=lambda x, y: Tile(np.maximum(raw(x), raw(y))), minimum=lambda x, y: Tile(np.minimum(raw(x), raw(y))),
     sqrt=lambda x: Tile(np.sqrt(raw(x))), abs=lambda x: Tile(np.abs(raw(x))), exp=lambda x: Tile(np.exp(raw(x))),
     reshape=lambda t, shape: Tile(t.a.reshape(shape)), ravel=lambda t: Tile(t.a.ravel()), convert_layout=lambda t, _layout: t,
+    bfloat16=None, join=joined, split=lambda t: (Tile(t.a[..., 0]), Tile(t.a[..., 1])),
     gather=lambda t, index, axis: Tile(np.take(t.a, index.a, axis)),
     log=lambda x: Tile(np.log(raw(x))), clamp=lambda x, low, high: Tile(np.clip(raw(x), low, high)),
 )  # fmt: skip

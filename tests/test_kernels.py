@@ -10,7 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -408,7 +408,7 @@ def test_sweeps_fit_the_card_and_cover_the_rows(figures):
     places = [kernels.plans.Layout(True, n * pixels, c, 1, c, 1) for n, c, pixels in sizes]
     places += [kernels.plans.Layout(False, n, c, 49, c * 49, 49) for n, c in ((128, 2048), (2, 24), (1000, 512))]
     places += [kernels.plans.Layout(False, n, c, 98, c * 98, 98) for n, c in ((128, 512), (2, 24), (1000, 64))]
-    sweeps = kept = 0
+    sweeps = kept = alone = 0
     for place in places:
         for itemsize, maps, held in [(2, 1, 1), (2, 2, 1), (2, 2, 2), (2, 3, 3), (4, 1, 1), (4, 2, 2), (4, 3, 3)]:
             s = kernels.plans.sweep_of(place, itemsize, maps, held, where)
@@ -420,7 +420,7 @@ def test_sweeps_fit_the_card_and_cover_the_rows(figures):
             assert s.V * itemsize == 16 and s.P * s.G >= place.channels > s.P * (s.G - 1)
             assert s.W >= s.P * place.pixels and place.row_stride % s.V == s.P * place.pixels % s.V == 0
             # A tile is whole rows of threads, and powers of two.
-            assert s.B * s.W == 32 * kernels.plans.SWEEP_WARPS * s.V and all(n & (n - 1) == 0 for n in (s.K, s.B, s.W))
+            assert s.B * s.W == 32 * s.warps * s.V and all(n & (n - 1) == 0 for n in (s.K, s.B, s.W))
             # No member is idle, and all columns have one who adds them up, or all members do.
             assert s.S <= -(-place.rows // (s.K * s.B)) and s.S * s.columns >= 2 * s.P
             # A slot is free before it is copied into; or all tiles have one.
@@ -437,17 +437,21 @@ def test_sweeps_fit_the_card_and_cover_the_rows(figures):
             )
             kept += s.Q > 0
             # Words of all members, and totals; those that a member reads, as many as threads or more.
-            _, _, words, constants, _ = kernels.launches._swept(s, place)
+            _, warps, words, constants, _ = kernels.launches._swept(s, place)
             once = s.columns == 2 * s.P
             assert s.S == 1 or words >= 2 * s.P * s.G * (s.S + (not once))
-            assert constants["BS"] >= (2 * s.S if once else s.S)
-            assert once or constants["BS"] * min(32, s.columns) >= 32 * kernels.plans.SWEEP_WARPS
+            assert constants["BS"] >= s.S and warps == s.warps
+            assert once or constants["BS"] * min(32, s.columns) >= 32 * s.warps
             shared = s.K * s.B * s.W * itemsize * (held * (s.H + s.R) + (maps - held) * s.ahead)
-            beside = max(4 * s.B * s.W, 8 * s.P * kernels.plans.SWEEP_WARPS)
-            each = kernels.plans.resident(s.registers, shared + beside, kernels.plans.SWEEP_WARPS, where)
+            # To turn two sums of a tile's rows round, two of a word of every member that threads have, or three of a channel.
+            beside = max(8 * s.B * s.W, 8 * s.P * max(1, 32 * s.warps // min(32, s.P)), 12 * s.P)
+            each = kernels.plans.resident(s.registers, shared + beside, s.warps, where)
             assert each * where.processors >= s.S * s.G
+            # One program on a processor, where that does not leave two members.
+            alone += s.warps > kernels.plans.SWEEP_WARPS
+            assert s.warps == kernels.plans.SWEEP_WARPS or (s.S * s.G <= where.processors and s.S != 2 and not s.R)
     # A small card has no room for a ring and so much beside it.
-    assert sweeps >= 50 and (kept >= 10 or figures is A10)
+    assert sweeps >= 50 and (kept >= 10 or figures is A10) and alone >= 5
     # Nothing for it: channels that are no whole vectors, many pixels, channels of whole vectors that have not few pixels, rows
     # half empty, more of a row than threads copy, more slabs than programs, offsets of more than 32 bits.
     odd = kernels.plans.Layout(True, 128 * 196, 1001, 1, 1001, 1)
@@ -470,7 +474,7 @@ def test_studied_plans_are_plans(monkeypatch):
     where = kernels.plans.Card(*H200)
     monkeypatch.setattr(kernels.plans, "card", lambda _: where)
     for study, plans in studies.PLANS.items():
-        for _, plan in plans():
+        for named, plan in plans():
             assert set(plan) <= set(vars(kernels.plans))
             with monkeypatch.context() as changed:
                 for name, value in plan.items():
@@ -483,7 +487,7 @@ def test_studied_plans_are_plans(monkeypatch):
                         if not sweep.R:
                             tiles = -(-inner.rows // (sweep.K * sweep.B * sweep.S))
                             least = max(tiles, sweep.ahead)
-                            assert sweep.H == least if "sweep_of" in plan else sweep.H >= least
+                            assert sweep.H == least if named.endswith("needed") else sweep.H >= least
                     elif study == "crew":
                         cut = kernels.plans.cut(inner, 2, True, kernels.plans.LINE_BYTES)
                         assert cut.constants["BC"] * 2 == min(kernels.plans.LINE_BYTES, 2 * c)
@@ -672,7 +676,7 @@ def few_processors(kernels, monkeypatch, processors, swept=False, tiles=7):
     monkeypatch.setattr(kernels.plans, "SWEEP_BYTES", 4096)
     monkeypatch.setattr(kernels.plans, "SWEEP_WARPS", 2)
     monkeypatch.setattr(kernels.plans, "SWEEP_AHEAD", 3)
-    monkeypatch.setattr(kernels.plans, "SWEEP_WORDS", 128)
+    monkeypatch.setattr(kernels.plans, "SWEEP_WORDS", 256)
     monkeypatch.setattr(kernels.launches, "_runner", lambda *_: None)
     # The interpreter's programs would wait for each other for ever.
     monkeypatch.setattr(kernels.plans, "team", lambda *_: pytest.fail("no room in shared memory"))
@@ -777,6 +781,28 @@ def test_maps_held_in_shared_memory(kernels, monkeypatch, room, case, dtype, res
         assert kept == {"none in registers" not in case}
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="sizes for the emulator")
+def test_swept_cases_are_of_all_kinds(monkeypatch):
+    """Who adds up words, whether threads wait for them alone, and how many members, words of a thread and warps there are."""
+    kernels = pytest.importorskip("inplace_abn.kernels")
+    if kernels.launches.sweep is None:
+        pytest.skip("this Triton has no Gluon")
+    kinds = set()
+    for shape, layout, processors, *tiles in SWEPT.values():
+        with monkeypatch.context() as patch:
+            few_processors(kernels, patch, processors, True, *tiles)
+            base, view = LAYOUTS[layout](torch.zeros(shape))
+            x = view(base)
+            where = kernels.plans.card(x.device)
+            for itemsize, maps, held in [(4, 1, 1), (4, 2, 2), (2, 2, 1), (2, 3, 3)]:
+                s = kernels.plans.sweep_of(kernels.plans.layout(x), itemsize, maps, held, where)
+                block = kernels.launches._swept(s, kernels.plans.layout(x))[3]["BS"]
+                lines = 32 * s.warps // min(s.P, 32)
+                kinds.add((s.S > 1, s.columns == 2 * s.P, block > lines, s.warps > kernels.plans.SWEEP_WARPS))
+    one, once, alone = (False, True, False, False), (True, True, False, False), (True, True, False, True)
+    assert kinds >= {one, once, alone, (True, True, True, False), (True, False, True, False)}
+
+
 @pytest.mark.parametrize("late", [(0, 0), (3, 0), (0, 3), (2, 4)], ids=str)
 def test_a_thread_looks_until_both_its_words_bear_the_stamp(late):
     ring = pytest.importorskip("inplace_abn.kernels.ring")
@@ -827,7 +853,7 @@ def test_launches_of_all_kinds_count_in_one_word(kernels, monkeypatch, epoch):
         # Tiles of a size for the room that sweeps have.
         monkeypatch.setattr(kernels.plans, "RING_BYTES", (4096, 2048))
     # Rings, sweeps that share channels, and sweeps of which each program has its own.
-    shapes = [((3, 5, 10, 12), "contiguous"), ((6, 32, 13, 14), "channels_last"), ((9, 48, 5, 6), "contiguous")]
+    shapes = [((3, 5, 10, 12), "contiguous"), ((6, 16, 13, 14), "channels_last"), ((9, 48, 5, 6), "contiguous")]
     words, sync = kernels.launches._fresh_words(torch.device(DEVICE), 1 << 16)
     one = kernels.device.EPOCH.value
     sync.fill_(epoch * one)
@@ -988,9 +1014,17 @@ def test_offsets_beyond_32_bits(kernels, shape, strides):
 
 
 def test_samples_are_spread():
+    """Where there is something, apart and in equal steps where there is room, and off both borders by half a step."""
     device = pytest.importorskip("inplace_abn.kernels.device")
-    rows = (*range(200), *(2**k + d for k in range(8, 30) for d in (-1, 0, 1)), 2**30 - 1)
-    assert all(device.part.fn(n, i) == n * (2 * i + 1) // 18 for n in rows for i in range(9))
+    least = {"minimum": min, "maximum": max}
+    part = FunctionType(device.part.fn.__code__, {"tl": SimpleNamespace(**least)})
+    for n in (*range(1, 200), *(2**k + d for k in range(8, 30) for d in (-1, 0, 1)), 2**30 - 1):
+        at = [part(n, i) for i in range(9)]
+        assert at == sorted(at) and 0 <= at[0] and at[-1] < n and len(set(at)) == min(n, 9)
+        steps = {b - a for a, b in itertools.pairwise(at)}
+        assert n < 18 or (len(steps) == 1 and at[0] >= n // 18 and at[-1] <= n - n // 18)
+        # All that is computed on the way has 32 bits.
+        assert n // 18 + 8 * max(n // 9, 1) < 1 << 31
 
 
 @runs_here
@@ -1005,6 +1039,7 @@ def test_the_last_program_counts_where_all_read_the_counter(kernels, monkeypatch
 
 
 AHEAD_OF_TIME = """
+import itertools
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
@@ -1078,10 +1113,15 @@ for name in sys.argv[1:]:
                 packed |= {"Q": 0, "H": 9, "R": 0}
                 inner = {"P": 64, "W": 64, "B": 16, "PIXELS": 1, "WHOLE": True, "COLUMNS": 2}
                 inner |= {"Q": 2 if full else 1, "H": 5, "R": 4}
-                in_sweep |= packed if place is LAYOUTS[3] else inner
-                options = {"maxnreg": 255, "launch_cooperative_grid": True, "num_warps": kernels.plans.SWEEP_WARPS}
-                for kernel in (sweep.forward_kernel, sweep.backward_kernel):
-                    text = build(kernel, architecture, {**constants, **in_sweep}, **options).asm["ptx"]
+                kinds = [packed if place is LAYOUTS[3] else inner]
+                if full and place is LAYOUTS[2]:
+                    # Few members: threads wait for their words alone, and, with more of them, together.
+                    few = {**inner, "P": 32, "W": 32, "COLUMNS": 64, "Q": 0, "H": 14, "R": 0}
+                    kinds += [{**few, "B": 64, "WARPS": 8, "BS": 4}, {**few, "B": 32, "BS": 32}]
+                for kind, kernel in itertools.product(kinds, (sweep.forward_kernel, sweep.backward_kernel)):
+                    held = {**constants, **in_sweep, **kind}
+                    options = {"maxnreg": 255, "launch_cooperative_grid": True, "num_warps": held["WARPS"]}
+                    text = build(kernel, architecture, held, **options).asm["ptx"]
                     assert "cp.async.cg.shared.global" in text and ", 0x10, " in text, text[:2000]
             if plain and (architecture == 90 or place is LAYOUTS[1]):
                 for kernel in (device.moments_kernel, device.transform_kernel, device.sums_kernel, device.input_grad_kernel):

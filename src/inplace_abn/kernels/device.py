@@ -174,8 +174,8 @@ def median(p, q, r):
 
 @triton.jit
 def part(n, i: tl.constexpr):
-    """⌊n·(2·i + 1)/18⌋, for which n·(2·i + 1) need not fit into 32 bits."""
-    return n // 18 * (2 * i + 1) + n % 18 * (2 * i + 1) // 18
+    """About n·(2·i + 1)/18, and less than n: in equal steps, which take few instructions, and within 32 bits."""
+    return tl.minimum(n // 18 + i * tl.maximum(n // 9, 1), n - 1)
 
 
 @triton.jit

@@ -281,12 +281,12 @@ def _in_a_ring(c: plans.Ring, place: plans.Layout) -> Held:
 
 
 def _swept(c: plans.Sweep, place: plans.Layout) -> Held:
-    warps, once = plans.SWEEP_WARPS, c.columns == 2 * c.P
+    warps, once = c.warps, c.columns == 2 * c.P
     constants = {
         "V": c.V, "P": c.P, "W": c.W, "K": c.K, "B": c.B, "Q": c.Q, "H": c.H, "R": c.R, "AHEAD": c.ahead, "COLUMNS": c.columns,
         "PIXELS": place.pixels, "WHOLE": place.channels % c.P == 0 and c.P * place.pixels == c.W,
         # Rows of words that a member reads; in columns as many words as threads, or more.
-        "BS": triton.next_power_of_2(2 * c.S) if once else max(triton.next_power_of_2(c.S), 32 * warps // min(32, c.columns)),
+        "BS": triton.next_power_of_2(c.S) if once else max(triton.next_power_of_2(c.S), 32 * warps // min(32, c.columns)),
     }  # fmt: skip
     numbers = (place.rows, place.channels, place.row_stride, c.G, c.S)
     return sweep, warps, 2 * c.P * (c.S + 1) * c.G if c.S > 1 else 1, constants, numbers

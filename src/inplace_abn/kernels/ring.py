@@ -186,6 +186,16 @@ def look(words_ptr, group, S, n, known, programs, LANES: gl.constexpr, BS: gl.co
 
 
 @gluon.jit
+def await_pairs(one, other, at, stamp, here):
+    """What pairs of words say, once they bear the stamp, after a first look; each thread waits by itself."""
+    one, other = gl.inline_asm_elementwise(
+        LOOK_ALONE, "=&r,=&r,l,l,l,r,r", [one, other, at, stamp, here.to(gl.int32)],
+        dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+    return one.to(gl.float32, bitcast=True), other.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def collect(
     one, other, u, v, words_ptr, group, S, n, known, epoch, programs,
     LANES: gl.constexpr, BS: gl.constexpr, ALONE: gl.constexpr,
@@ -199,11 +209,7 @@ def collect(
     stamp = epoch + n + 1
     if ALONE:
         at = words_at(words_ptr, group, S, n, programs, LANES, BS)
-        one, other = gl.inline_asm_elementwise(
-            LOOK_ALONE, "=&r,=&r,l,l,l,r,r", [one, other, at, stamp, here.to(gl.int32)],
-            dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-        one, other = one.to(gl.float32, bitcast=True), other.to(gl.float32, bitcast=True)
+        one, other = await_pairs(one, other, at, stamp, here)
     else:
         missing = here & (((one >> 32) != stamp) | ((other >> 32) != stamp))
         polls = 0

@@ -90,7 +90,7 @@ class Unlaunched(dict):
     """Every launch there could be, which does nothing."""
 
     def __missing__(self, key: object) -> launches.Launch:
-        nothing = launches.Launch(None, 1, 1, (0, 0), (), {}, {}, lambda *_: None)
+        nothing = launches.Launch(None, (1, 1), 1, (0, 0), (), {}, {}, lambda *_: None)
         self[key] = nothing
         return nothing
 

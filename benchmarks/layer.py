@@ -220,7 +220,7 @@ def empty_launches() -> dict[str, Callable[[], object]]:
         named[k.kernel.__name__]: k for k in kernels.launches.LAUNCHES.values() if k and k.kernel.__name__ in named
     }
     return {
-        direction: lambda launch=launch: nothing[(launch.grid,)](spare, num_warps=launch.options["num_warps"])
+        direction: lambda launch=launch: nothing[launch.grid](spare, num_warps=launch.options["num_warps"])
         for direction, launch in launches.items()
     }
 
@@ -292,7 +292,7 @@ def gpu(rounds: int, out: Path, share: str | None, residual: bool) -> Path | Non
                     figures[impl] = [statistics.median(us), deciles[0], deciles[-1]]
                 for impl, values in figures.items():
                     where = ["x".join(map(str, case[0])), *case[1:], direction, impl]
-                    rows.writerow([*where, *(f"{v:.1f}" for v in values), card, torch.__version__, triton.__version__])
+                    rows.writerow([*where, *(f"{v:.2f}" for v in values), card, torch.__version__, triton.__version__])
                 print(*case, direction, {impl: round(v[0]) for impl, v in figures.items()}, flush=True)
             file.flush()
             del calls

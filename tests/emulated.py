@@ -194,7 +194,7 @@ def run_ptx(text, operands, read):
 LANGUAGE = SimpleNamespace(
     float32=np.float32, int32=np.int32, int64=np.int64, static_range=range, load=load, store=store,
     atomic_add=atomic_add, reduce=reduce, debug_barrier=lambda: None, inline_asm_elementwise=assembly,
-    program_id=lambda _: HERE.program, num_programs=lambda _: HERE.programs, allocate_shared_memory=Shared,
+    program_id=lambda axis: HERE.program[axis], num_programs=lambda axis: HERE.programs[axis], allocate_shared_memory=Shared,
     BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None,
     cast=lambda x, dtype: Tile(raw(x)).to(dtype), cdiv=lambda x, y: -(-x // y),
     arange=lambda a, b, _layout=None: Tile(np.arange(a, b, dtype=np.int32)), full=lambda s, v, d, _layout: Tile(np.full(s, v, d)),
@@ -271,14 +271,14 @@ class Kernel:
             failed = []
 
             def program(i):
-                HERE.program, HERE.programs, HERE.copies, HERE.groups = i, grid[0], [], []
-                HERE.random = random.Random(self.started * grid[0] + i)
+                HERE.program, HERE.programs, HERE.copies, HERE.groups = (i % grid[0], i // grid[0]), grid, [], []
+                HERE.random = random.Random(self.started * grid[0] * grid[1] + i)
                 try:
                     self.body(*arguments, **constants)
                 except BaseException as error:
                     failed.append(error)
 
-            threads = [threading.Thread(target=program, args=(i,), daemon=True) for i in range(grid[0])]
+            threads = [threading.Thread(target=program, args=(i,), daemon=True) for i in range(grid[0] * grid[1])]
             for t in threads:
                 t.start()
                 if not constants.get("SHARED", True):

@@ -925,6 +925,62 @@ def test_what_is_said_of_clusters_was_measured():
         assert told in notes, told
 
 
+def test_what_is_said_of_what_lies_between_the_ways_was_measured():
+    notes, tried = (ROOT / "benchmarks" / "NOTES.md").read_text(), by_plan("between")
+    small = lambda case: PLOT.mib_of(case) <= 16
+    innermost = lambda direction: lambda case: is_inner(case) and case[3] == direction
+
+    def over(study: str, one: str, other: str, keep: Callable[[tuple[str, ...]], bool] = lambda case: True) -> str:
+        return span(
+            [by[one] / by[other] for case, by in tried[study].items() if one in by and other in by and keep(case)]
+        )
+
+    both = [lambda case, keep=innermost(d): keep(case) and small(case) for d in ("forward", "backward")]
+    forward, backward = both
+    outermost, large = (
+        (lambda case: not is_inner(case) and small(case)),
+        (lambda case: is_inner(case) and not small(case)),
+    )
+    at_once, apart, quick = "turned at once", "last tile apart", "as it was, quick"
+    two, one, alone = "two programs", "one program", f"{at_once}, words waited for alone"
+    # With two programs strips of these channels have four members, with one two; those that the package takes leave one or more.
+    taken = lambda keep: lambda case: keep(case) and not (case[0].endswith("x2048x7x7") and case[1] != "float32")
+    left = lambda case: is_inner(case) and small(case) and not taken(is_inner)(case)
+    strips = [
+        min(us for plan, us in by.items() if plan.startswith("strips")) / by["as it was"]
+        for case, by in tried["registers"].items()
+        if case[3] == "forward" and any(plan.startswith("strips") for plan in by)
+    ]
+    again = [
+        min(us for plan, us in by.items() if plan.startswith("in registers")) / by[at_once]
+        for by in tried["turns"].values()
+        if any(plan.startswith("in registers") for plan in by)
+    ]
+    passes = tried["passes"]["32x2048x7x7", "bfloat16", "channels_last", "forward"]
+    whole, strip = ([us for plan, us in passes.items() if plan.startswith(how)] for how in ("in place", "strips"))
+    for told in (
+        "{} of the time of before on maps up to 16 MiB forward, {} backward, {} with channels outermost".format(
+            *(over("steps", f"{apart}, samples in equal steps", "as it was", keep) for keep in (*both, outermost))
+        ),
+        f"turned at once {over('turns', at_once, 'as it was', forward)}, waiting alone {over('turns', alone, at_once, forward)}",
+        f"samples in equal steps {over('turns', f'{at_once}, samples in equal steps', at_once, forward)}",
+        f"Larger maps take {over('turns', at_once, 'as it was', large)}",
+        f"forward {over('conversions', 'quick', 'slow', forward)}, but {over('conversions', quick, 'as it was', large)} on large",
+        f"the first copies {over('turns', f'{at_once}, samples behind the first copies', at_once, forward)}",
+        f"instead of samples {over('own mean', 'mean of the first tile', 'samples', forward)}",
+        f"added up apart {over('steps', apart, 'last tile with the others', forward)}",
+        f"as two numbers {over('grid', 'two numbers', 'one number', lambda case: is_inner(case) and small(case))}",
+        f"forward {over('members', one, two, taken(forward))} of the time, backward {over('members', one, two, taken(backward))}",
+        f"leaves two members {over('members', one, two, left)}",
+        f"a sum forward {over('members, with a sum', one, two, forward)}",
+        f"the best of its plans takes {span(strips)} of the time forward",
+        f"what lies between turned at once, too, {span(again)} of that",
+        f"in place takes {min(whole):.1f}–{max(whole):.1f} µs, and one that loads a strip of 32 bytes whole before it stores "
+        f"any {min(strip):.1f}–{max(strip):.1f}",
+    ):
+        assert told in notes, told
+
+
 def test_blocks_and_networks_are_the_committed_measurement(tmp_path):
     notes = (ROOT / "benchmarks" / "NOTES.md").read_text()
     plot = script("plot")

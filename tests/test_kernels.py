@@ -405,6 +405,8 @@ def test_sweeps_fit_the_card_and_cover_the_rows(figures):
     kernels = pytest.importorskip("inplace_abn.kernels")
     where = kernels.plans.Card(*figures)
     sizes = [(128, 256, 3136), (16, 128, 112896), (12, 4096, 9409), (8, 2048, 64), (3, 72, 5), (1, 8, 1), (500, 24, 40)]
+    # Few channels have many members; so many leave one where there is one program on a processor, on half of the processors.
+    sizes += [(32, 512, 49), (32, 2048, 49), (32, 2304, 49), (32, 1152, 49)]
     places = [kernels.plans.Layout(True, n * pixels, c, 1, c, 1) for n, c, pixels in sizes]
     places += [kernels.plans.Layout(False, n, c, 49, c * 49, 49) for n, c in ((128, 2048), (2, 24), (1000, 512))]
     places += [kernels.plans.Layout(False, n, c, 98, c * 98, 98) for n, c in ((128, 512), (2, 24), (1000, 64))]
@@ -447,9 +449,11 @@ def test_sweeps_fit_the_card_and_cover_the_rows(figures):
             beside = max(8 * s.B * s.W, 8 * s.P * max(1, 32 * s.warps // min(32, s.P)), 12 * s.P)
             each = kernels.plans.resident(s.registers, shared + beside, s.warps, where)
             assert each * where.processors >= s.S * s.G
-            # One program on a processor, where that does not leave two members.
+            # One program on a processor, where that leaves neither two members nor processors idle.
             alone += s.warps > kernels.plans.SWEEP_WARPS
             assert s.warps == kernels.plans.SWEEP_WARPS or (s.S * s.G <= where.processors and s.S != 2 and not s.R)
+            many = kernels.plans._sweep(place, itemsize, maps, held, where, 2, kernels.plans.SWEEP_WARPS)
+            assert many is not None and s.S * s.G * s.warps >= many.S * many.G * many.warps
     # A small card has no room for a ring and so much beside it.
     assert sweeps >= 50 and (kept >= 10 or figures is A10) and alone >= 5
     # Nothing for it: channels that are no whole vectors, many pixels, channels of whole vectors that have not few pixels, rows
@@ -514,13 +518,13 @@ def test_launches_are_described_to_those_who_listen(monkeypatch):
             return lambda *arguments, stream: self.told.append((grid, stream, arguments))
 
     built = Built()
-    run = kernels.launches._runner(built, 6, (1, 2), ("constant",))
+    run = kernels.launches._runner(built, (6, 2), (1, 2), ("constant",))
     arguments = (16, 32, 1, 2, 0.5, "constant")
     run(7, [16, 32], (0.5,))
-    assert built.straight == [(6, 1, 1, 7, "function", "metadata", None, None, None, *arguments)] and not built.told
+    assert built.straight == [(6, 2, 1, 7, "function", "metadata", None, None, None, *arguments)] and not built.told
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", print)
     run(7, [16, 32], (0.5,))
-    assert built.told == [((6, 1, 1), 7, arguments)] and len(built.straight) == 1
+    assert built.told == [((6, 2, 1), 7, arguments)] and len(built.straight) == 1
 
 
 def test_launches_go_where_the_tensors_are(monkeypatch):
@@ -549,7 +553,9 @@ def test_launches_go_where_the_tensors_are(monkeypatch):
         x.index = i
         return x
 
-    made = kernels.launches.Launch(None, 1, 0, (0, 0), (), {}, {}, lambda stream, *_: ran.append((here[0], stream)))
+    made = kernels.launches.Launch(
+        None, (1, 1), 0, (0, 0), (), {}, {}, lambda stream, *_: ran.append((here[0], stream))
+    )
     monkeypatch.setattr(kernels.launches, "_prepare", lambda *_: made)
     monkeypatch.setattr(kernels.launches, "LAUNCHES", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: 10 + i, raising=False)
@@ -569,7 +575,7 @@ def test_a_launch_is_known_by_all_that_is_compiled_into_it(monkeypatch):
     class Unlaunched(dict):
         def __getitem__(self, key):
             used.append(key)
-            return kernels.launches.Launch({(1,): lambda *_: None}, 1, 0, (0, 0), (), {}, {}, lambda *_: None)
+            return kernels.launches.Launch({(1, 1): lambda *_: None}, (1, 1), 0, (0, 0), (), {}, {}, lambda *_: None)
 
     launch = kernels.launches.launch
 
@@ -728,6 +734,8 @@ if DEVICE == "cpu":
     }
     SWEPT = {
         "many members": ((6, 32, 13, 14), "channels_last", 9),
+        "many members, two slabs": ((4, 64, 13, 14), "channels_last", 9),
+        "one program on a processor": ((6, 32, 13, 14), "channels_last", 8),
         "more than is held": ((9, 24, 23, 16), "channels_last", 1),
         "more than is held, none in registers": ((9, 24, 23, 16), "channels_last", 1),
         "some channels of a slab": ((3, 72, 9, 7), "channels_last", 3),
@@ -798,9 +806,11 @@ def test_swept_cases_are_of_all_kinds(monkeypatch):
                 s = kernels.plans.sweep_of(kernels.plans.layout(x), itemsize, maps, held, where)
                 block = kernels.launches._swept(s, kernels.plans.layout(x))[3]["BS"]
                 lines = 32 * s.warps // min(s.P, 32)
-                kinds.add((s.S > 1, s.columns == 2 * s.P, block > lines, s.warps > kernels.plans.SWEEP_WARPS))
+                kinds.add((s.S > 1, s.columns == 2 * s.P, block > lines, s.warps > kernels.plans.SWEEP_WARPS, s.G > 1))
     one, once, alone = (False, True, False, False), (True, True, False, False), (True, True, False, True)
-    assert kinds >= {one, once, alone, (True, True, True, False), (True, False, True, False)}
+    assert kinds >= {
+        (*kind, True) for kind in (one, once, alone, (True, True, True, False), (True, False, True, False))
+    }
 
 
 @pytest.mark.parametrize("late", [(0, 0), (3, 0), (0, 3), (2, 4)], ids=str)
@@ -1016,10 +1026,10 @@ def test_offsets_beyond_32_bits(kernels, shape, strides):
 def test_samples_are_spread():
     """Where there is something, apart and in equal steps where there is room, and off both borders by half a step."""
     device = pytest.importorskip("inplace_abn.kernels.device")
-    least = {"minimum": min, "maximum": max}
-    part = FunctionType(device.part.fn.__code__, {"tl": SimpleNamespace(**least)})
+    stepped = FunctionType(device.stepped.fn.__code__, {"tl": SimpleNamespace(minimum=min, maximum=max)})
     for n in (*range(1, 200), *(2**k + d for k in range(8, 30) for d in (-1, 0, 1)), 2**30 - 1):
-        at = [part(n, i) for i in range(9)]
+        assert all(device.part.fn(n, i) == n * (2 * i + 1) // 18 for i in range(9))
+        at = [stepped(n, i) for i in range(9)]
         assert at == sorted(at) and 0 <= at[0] and at[-1] < n and len(set(at)) == min(n, 9)
         steps = {b - a for a, b in itertools.pairwise(at)}
         assert n < 18 or (len(steps) == 1 and at[0] >= n // 18 and at[-1] <= n - n // 18)
@@ -1035,7 +1045,7 @@ def test_the_last_program_counts_where_all_read_the_counter(kernels, monkeypatch
     launch = next(
         k for k in kernels.launches.LAUNCHES.values() if k and k.kernel is kernels.launches.sweep.forward_kernel
     )
-    assert launch.grid > 1 and not launch.constants["SHARED"]
+    assert launch.grid[0] > 1 and not launch.constants["SHARED"]
 
 
 AHEAD_OF_TIME = """

@@ -174,24 +174,30 @@ def median(p, q, r):
 
 @triton.jit
 def part(n, i: tl.constexpr):
-    """About n·(2·i + 1)/18, and less than n: in equal steps, which take few instructions, and within 32 bits."""
+    """⌊n·(2·i + 1)/18⌋, for which n·(2·i + 1) need not fit into 32 bits."""
+    return n // 18 * (2 * i + 1) + n % 18 * (2 * i + 1) // 18
+
+
+@triton.jit
+def stepped(n, i: tl.constexpr):
+    """About as much, and less than n, in equal steps: fewer instructions, but in a loop the compiler keeps nine of them."""
     return tl.minimum(n // 18 + i * tl.maximum(n // 9, 1), n - 1)
 
 
 @triton.jit
-def sampled(at, known, i: tl.constexpr, rows, pixels, row_stride):
+def sampled(at, known, i: tl.constexpr, rows, pixels, row_stride, PART: tl.constexpr):
     """Element i of nine: rows in their order, pixels in another."""
-    at += tl.cast(part(rows, i), tl.int64) * row_stride + part(pixels, 4 * i % 9)
+    at += tl.cast(PART(rows, i), tl.int64) * row_stride + PART(pixels, 4 * i % 9)
     return tl.load(at, mask=known, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def samples(x_ptr, c, known, rows, pixels, row_stride, channel_stride):
+def samples(x_ptr, c, known, rows, pixels, row_stride, channel_stride, PART: tl.constexpr):
     """Nine elements of every channel, which lie apart and off the borders."""
     at = x_ptr + c.to(tl.int64) * channel_stride
     nine = ()
     for i in tl.static_range(9):
-        nine = nine + (sampled(at, known, i, rows, pixels, row_stride),)
+        nine = nine + (sampled(at, known, i, rows, pixels, row_stride, PART),)
     return nine
 
 
@@ -211,7 +217,7 @@ def one_of(nine):
 @triton.jit
 def sample(x_ptr, c, known, rows, pixels, row_stride, channel_stride):
     """One of nine elements of every channel."""
-    return one_of(samples(x_ptr, c, known, rows, pixels, row_stride, channel_stride))
+    return one_of(samples(x_ptr, c, known, rows, pixels, row_stride, channel_stride, part))
 
 
 @triton.jit
@@ -557,18 +563,19 @@ def finish(
     Relaxed: a program has used its own copies of epoch and counter when it comes here, in stores that were issued before the
     barrier; what it has written is for the next launch, and need not have arrived.
     """
+    programs = tl.num_programs(0) * tl.num_programs(1)
     if (COUNTED and CUMULATIVE) or (SHARED and not ONE_ROUND):
         tl.debug_barrier()
         before = tl.atomic_add(sync_ptr, 1, sem="relaxed", scope="gpu")
-        if before & (EPOCH - 1) == tl.num_programs(0) - 1:
+        if before & (EPOCH - 1) == programs - 1:
             tl.store(sync_ptr, tl.cast(epoch + rounds, tl.int64) * EPOCH)
             if COUNTED:
                 tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
     else:
-        first = tl.program_id(0) == 0
+        first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         if SHARED:
             tl.debug_barrier()
-            own = tl.where(first, 1 - tl.num_programs(0) + EPOCH, 1)
+            own = tl.where(first, 1 - programs + EPOCH, 1)
             tl.atomic_add(sync_ptr, tl.cast(own, tl.int64), sem="relaxed", scope="gpu")
         if COUNTED:
             if first:

@@ -28,7 +28,7 @@ class Launch(NamedTuple):
     """
 
     kernel: Any
-    grid: int
+    grid: tuple[int, int]
     words: int
     room: tuple[int, int]
     numbers: tuple[int | float, ...]
@@ -144,7 +144,7 @@ def launch(
     else:
         # An integer would be compiled into the kernel, and stay there.
         arguments = (*tensors, *beside, *found.numbers, *map(float, floats))
-        found.kernel[(found.grid,)](*arguments, **found.constants, **found.options)
+        found.kernel[found.grid](*arguments, **found.constants, **found.options)
     return True
 
 
@@ -198,22 +198,22 @@ def _prepare(
             if kernel is device.sums_kernel:
                 options["maxnreg"] = where.registers // (plans.CREW_THAT_SUMS * threads)
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
-    run = None
+    grid, run = (t.S * t.G, 1), None
     if x.is_cuda:
         extra = _fresh_words(x.device, 1) if words else _fresh_counters(x.device, 1, 1) if room[0] else ()
         built = _build(kernel, maps, tensors, extra, (*numbers, *floats), constants, options)
-        run = _runner(built, t.S * t.G, numbers, tuple(constants.values()))
+        run = _runner(built, grid, numbers, tuple(constants.values()))
         if not twice and "maxnreg" in options and built.n_spills:
             # Some activations need more; then fewer programs are resident.
             del options["maxnreg"]
             built = _build(kernel, maps, tensors, extra, (*numbers, *floats), constants, options)
-            run = _runner(built, t.S * t.G, numbers, tuple(constants.values()))
+            run = _runner(built, grid, numbers, tuple(constants.values()))
         at_once = plans.resident(built.n_regs, built.metadata.shared, plans.WARPS, where) * where.processors
         if words and shared and at_once < t.S * t.G:
             return None
         if not aligned:
             run = None
-    return Launch(kernel, t.S * t.G, words, room, numbers, constants, options, run)
+    return Launch(kernel, grid, words, room, numbers, constants, options, run)
 
 
 def _held_launch(
@@ -235,7 +235,8 @@ def _held_launch(
     module, warps, words, constants, numbers = _in_a_ring(c, place) if isinstance(c, plans.Ring) else _swept(c, place)
     kernel = module.forward_kernel if forward else module.backward_kernel
     # In a ring a member waits for words even if they are its own.
-    grid, shared, numbers = c.S * c.G, c.S > 1 or module is ring, (*numbers, x.numel() / x.shape[1])
+    grid = (c.S * c.G, 1) if module is ring else (c.G, c.S)
+    shared, numbers = c.S > 1 or module is ring, (*numbers, x.numel() / x.shape[1])
     constants = {**flags, **constants, "SHARED": shared, "WARPS": warps}
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     options = {"num_warps": warps, "maxnreg": c.registers, "launch_cooperative_grid": shared}
@@ -258,7 +259,7 @@ def _held_launch(
             f"({type(error).__name__}: {str(error)[:200]}): the slower ones are used. inplace_abn knows Triton 3.6 and 3.7."
         )
         return None
-    if shared and plans.resident(built.n_regs, built.metadata.shared, warps, where) * where.processors < grid:
+    if shared and plans.resident(built.n_regs, built.metadata.shared, warps, where) * where.processors < c.S * c.G:
         return None
     return Launch(kernel, grid, words, (0, 0), numbers, constants, options, run)
 
@@ -307,10 +308,10 @@ def _build(
 
 
 def _runner(
-    built: Any, grid: int, numbers: tuple[int | float, ...], constants: tuple[Any, ...]
+    built: Any, grid: tuple[int, int], numbers: tuple[int | float, ...], constants: tuple[Any, ...]
 ) -> Callable[[int, list[int], tuple[float, ...]], None]:
     """Starts a compiled kernel; Triton's own way describes each launch to profilers, even where none listens."""
-    told = built[(grid, 1, 1)]
+    told = built[(*grid, 1)]
     launcher, function, metadata, hooks = built.run, built.function, built.packed_metadata, triton.knobs.runtime
 
     def run(stream: int, pointers: list[int], floats: tuple[float, ...]) -> None:
@@ -320,7 +321,7 @@ def _runner(
             told(*pointers, *numbers, *floats, *constants, stream=stream)
         else:
             launcher(
-                grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *floats, *constants
+                *grid, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *floats, *constants
             )  # fmt: skip
 
     return run

@@ -6,9 +6,9 @@ crew: the four kernels of two launches, channels innermost, by the bytes of a ro
 and the programs on a processor. ring: the two that hold channels in shared memory, by warps, programs on a processor and bytes of
 a tile. sweep: the two that hold what they can of channels innermost, by width, programs on a processor, bytes of a tile and tiles
 ahead. small: the same two on small maps, by width, programs, warps, and whether a program asks for all the shared memory there is
-for it or for what its tiles need; narrow strips may have one member each, which exchanges nothing. Every row of the CSV is one
-kernel under one plan; the first plan of each is the package's own. Device time, medians, with a cold L2 cache, all plans of a
-case in turn. The file is named by its studies.
+for it or for what its tiles need, and with tiles of half the size, of which more are ahead; narrow strips may have one member
+each, which exchanges nothing. Every row of the CSV is one kernel under one plan; the first plan of each is the package's own.
+Device time, medians, with a cold L2 cache, all plans of a case in turn. The file is named by its studies.
 """
 
 from __future__ import annotations
@@ -90,6 +90,15 @@ def small_plans() -> Iterator[tuple[str, dict[str, Any]]]:
             "sweep_of": partial(forced, programs, warps, room == "needed"),
         }
         yield f"wide {wide}, programs {programs}, warps {warps}, room {room}", names
+    for programs, ahead in itertools.product((1, 2), (4, 7)):
+        names = {
+            "SWEEP_WIDTHS": ((1 << 62, 64),),
+            "SWEEP_BYTES": 4096,
+            "SWEEP_AHEAD": ahead,
+            "SWEEP_AHEAD_ALONE": ahead,
+            "sweep_of": partial(forced, programs, 4, False),
+        }
+        yield f"wide 64, programs {programs}, warps 4, bytes 4096, ahead {ahead}", names
 
 
 def forced(programs: int, warps: int, needed: bool, *asked: Any) -> kernels.plans.Sweep | None:

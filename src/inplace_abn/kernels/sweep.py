@@ -56,7 +56,7 @@ def begin(
     and what :func:`inside` takes: which elements of a tile belong to the slab, the rows that they are in, rows from the first
     tile's first to the last there is, and how many fewer there are with each tile.
     """
-    # As two numbers, since a division takes longer than all else before the first copy.
+    # As two numbers, so that nothing is divided before the first copy.
     slab, member = gl.program_id(0), gl.program_id(1)
     by_row: gl.constexpr = gl.SliceLayout(2, TILE)
     k = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(1, by_row)), 1)

@@ -1048,9 +1048,11 @@ def test_the_last_program_counts_where_all_read_the_counter(kernels, monkeypatch
     assert launch.grid[0] > 1 and not launch.constants["SHARED"]
 
 
-AHEAD_OF_TIME = """
+BUILD = """
 import itertools
+import subprocess
 import sys
+import tempfile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -1071,16 +1073,19 @@ LAYOUTS = [
 
 TILE = kernels.plans.TILE
 
-def build(kernel, architecture, constants, **options):
+def build(kernel, architecture, constants, number="bf16", **options):
     constants = {name: v for name, v in constants.items() if name in kernel.arg_names}
     other = lambda n: "*fp32" if n.endswith("_ptr") else "i32" if n in NUMBERS else "fp32"
-    kinds = {n: "constexpr" if n in constants else KINDS.get(n, other(n)) for n in kernel.arg_names}
+    kinds = {n: "constexpr" if n in constants else KINDS.get(n, other(n)).replace("bf16", number) for n in kernel.arg_names}
     # Addresses as torch gives them.
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n.endswith("_ptr")}
     source = GluonASTSource if kernel in HELD else ASTSource
     return compile(source(kernel, kinds, constants, aligned), target=GPUTarget("cuda", architecture, 32),
                    options={"num_warps": kernels.plans.WARPS, **options})
-
+"""
+AHEAD_OF_TIME = (
+    BUILD
+    + """
 for name in sys.argv[1:]:
     phi = ACTIVATIONS[name]
     forward, inverse, backward = kernels.compiled(phi)
@@ -1139,6 +1144,7 @@ for name in sys.argv[1:]:
                     build(kernel, architecture, {**constants, "BS": 16}, **capped)
 print("built")
 """
+)
 OTHERS = [name for name in ACTIVATIONS if name != "leaky_relu"]
 
 
@@ -1153,6 +1159,51 @@ def test_every_kernel_compiles_ahead_of_time(tmp_path, names):
     done = subprocess.run(
         [sys.executable, "-c", AHEAD_OF_TIME, *names], env=env, capture_output=True, text=True, timeout=280
     )
+    assert done.returncode == 0 and "built" in done.stdout, done.stderr[-3000:]
+
+
+IN_REGISTERS = (
+    BUILD
+    + """
+from triton import knobs
+
+sys.path.insert(0, sys.argv[1])
+from emulated import H200
+
+card, (forward, inverse, backward) = kernels.plans.Card(*H200), kernels.compiled(ACTIVATIONS["leaky_relu"])
+outer = lambda n, c, pixels: kernels.plans.Layout(False, n, c, pixels, c * pixels, pixels)
+inner = lambda n, c, pixels: kernels.plans.Layout(True, n * pixels, c, 1, c, 1)
+for place, number in [(outer(32, 256, 3136), "fp32"), (outer(128, 64, 12544), "bf16"), (inner(128, 256, 3136), "bf16"),
+                      (inner(128, 512, 784), "fp32"), (inner(32, 2048, 49), "bf16"), (inner(32, 512, 196), "bf16")]:
+    for maps, name in enumerate(("forward_kernel", "backward_kernel"), 1):
+        how = (place, 2 if number == "bf16" else 4, maps, maps, card)
+        plan = kernels.plans.sweep_of(*how) or kernels.plans.ring_of(*how)
+        held = kernels.launches._in_a_ring if isinstance(plan, kernels.plans.Ring) else kernels.launches._swept
+        module, warps, _, own, _ = held(plan, place)
+        constants = {"PHI": forward, "INVERSE": inverse, "BACKWARD": backward, "VARIANT_I": False, "HAS_WEIGHT": True,
+                     "HAS_BIAS": True, "RESIDUAL": False, "NEED_R": False, "FROM_X": False, "HAT": False, "TRACK": True,
+                     "CUMULATIVE": False, "COUNTED": True, "SHARED": True, "WARPS": warps, **own}
+        options = {"maxnreg": plan.registers, "launch_cooperative_grid": True, "num_warps": warps}
+        built = build(getattr(module, name), 90, constants, number, **options)
+        assert kernels.plans.resident(plan.registers, built.metadata.shared, warps, card) * 132 >= plan.S * plan.G, plan
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(built.asm["cubin"])
+            file.flush()
+            tool = knobs.nvidia.cuobjdump.path
+            usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        assert " STACK:0 " in usage, (name, place, number, usage)
+print("built")
+"""
+)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_kernels_that_hold_maps_fit_registers_and_the_card(tmp_path):
+    """By their own plans on an H200, with leaky ReLU: what spills is slow, and what is not resident goes another way."""
+    pytest.importorskip("triton")
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent / "src"), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", IN_REGISTERS, str(Path(__file__).parent)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0 and "built" in done.stdout, done.stderr[-3000:]
 
 

@@ -929,23 +929,35 @@ def test_what_is_said_of_what_lies_between_the_ways_was_measured():
     notes, tried = (ROOT / "benchmarks" / "NOTES.md").read_text(), by_plan("between")
     small = lambda case: PLOT.mib_of(case) <= 16
     innermost = lambda direction: lambda case: is_inner(case) and case[3] == direction
+    forward, backward, large_forward, large_backward = (
+        lambda case, keep=innermost(direction), size=size: keep(case) and small(case) == size
+        for size in (True, False)
+        for direction in ("forward", "backward")
+    )
+    outermost, large = (
+        (lambda case: not is_inner(case) and small(case)),
+        (lambda case: is_inner(case) and not small(case)),
+    )
 
     def over(study: str, one: str, other: str, keep: Callable[[tuple[str, ...]], bool] = lambda case: True) -> str:
         return span(
             [by[one] / by[other] for case, by in tried[study].items() if one in by and other in by and keep(case)]
         )
 
-    both = [lambda case, keep=innermost(d): keep(case) and small(case) for d in ("forward", "backward")]
-    forward, backward = both
-    outermost, large = (
-        (lambda case: not is_inner(case) and small(case)),
-        (lambda case: is_inner(case) and not small(case)),
-    )
     at_once, apart, quick = "turned at once", "last tile apart", "as it was, quick"
     two, one, alone = "two programs", "one program", f"{at_once}, words waited for alone"
-    # With two programs strips of these channels have four members, with one two; those that the package takes leave one or more.
-    taken = lambda keep: lambda case: keep(case) and not (case[0].endswith("x2048x7x7") and case[1] != "float32")
+    plans = pytest.importorskip("inplace_abn.kernels").plans
+
+    def swept(case: tuple[str, ...], *how: int) -> Any:
+        """The package's own plan with channels innermost, or one of so many programs on a processor, of so many warps."""
+        (n, c, h, w), maps = map(int, case[0].split("x")), 1 if case[3] == "forward" else 2
+        place = plans.Layout(True, n * h * w, c, 1, c, 1)
+        plan = plans._sweep if how else plans.sweep_of
+        return plan(place, 4 if case[1] == "float32" else 2, maps, maps, plans.Card(*H200), *how)
+
+    taken = lambda keep: lambda case: keep(case) and swept(case).warps == 8
     left = lambda case: is_inner(case) and small(case) and not taken(is_inner)(case)
+    assert all(swept(case, 1, 8).S == 2 for case in tried["members"] if left(case))
     strips = [
         min(us for plan, us in by.items() if plan.startswith("strips")) / by["as it was"]
         for case, by in tried["registers"].items()
@@ -967,12 +979,17 @@ def test_what_is_said_of_what_lies_between_the_ways_was_measured():
     ]
     for told in (
         "{} of the time of before on maps up to 16 MiB forward, {} backward, {} with channels outermost".format(
-            *(over("steps", f"{apart}, samples in equal steps", "as it was", keep) for keep in (*both, outermost))
+            *(
+                over("steps", f"{apart}, samples in equal steps", "as it was", keep)
+                for keep in (forward, backward, outermost)
+            )
         ),
         f"turned at once {over('turns', at_once, 'as it was', forward)}, waiting alone {over('turns', alone, at_once, forward)}",
         f"samples in equal steps {over('turns', f'{at_once}, samples in equal steps', at_once, forward)}",
         f"Larger maps take {over('turns', at_once, 'as it was', large)}",
-        f"forward {over('conversions', 'quick', 'slow', forward)}, but {over('conversions', quick, 'as it was', large)} on large",
+        f"forward {over('conversions', 'quick', 'slow', forward)}, but "
+        f"{over('conversions', quick, 'as it was', large_forward)} on large",
+        f"backward {over('conversions', 'quick', 'slow', backward)}, and {over('conversions', 'quick', 'slow', large_backward)}",
         f"the first copies {over('turns', f'{at_once}, samples behind the first copies', at_once, forward)}",
         f"instead of samples {over('own mean', 'mean of the first tile', 'samples', forward)}",
         f"added up apart {over('steps', apart, 'last tile with the others', forward)}",

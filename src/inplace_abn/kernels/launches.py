@@ -24,7 +24,8 @@ except ImportError:  # a Triton whose Gluon lacks something
 class Launch(NamedTuple):
     """A kernel with all that does not change from call to call; ``run(stream, pointers, floats)`` starts it, if they are aligned.
 
-    ``words`` is what members of a team exchange, ``room`` the counters and partial results of a crew; 0 where there are none.
+    ``grid`` counts programs, those of sweeps by slab and member. ``words`` is what members of a team exchange, ``room`` the
+    counters and partial results of a crew; 0 where there are none.
     """
 
     kernel: Any

@@ -382,15 +382,21 @@ def sweep_of(place: Layout, itemsize: int, maps: int, held: int, where: Card) ->
     once, more slabs than programs, or offsets of more than 32 bits within a tile; or if shared memory has too little room.
 
     Small maps with channels innermost have one program of twice as many warps on a processor, so that fewer members exchange
-    sums, but where that leaves two, or fewer warps at work. Measured: forward 0.91 to 0.99 of the time, backward 0.92 to 1.03;
-    two members for four 1.01 to 1.03, with a residual 0.93 to 1.11.
+    sums, but where that leaves two, or a tenth fewer warps at work. Measured: forward 0.91 to 0.99 of the time, backward 0.92 to
+    1.03; two members for four 1.01 to 1.03, with a residual 0.93 to 1.11.
     """
     many = _sweep(place, itemsize, maps, held, where, SWEEP_PROGRAMS, SWEEP_WARPS)
+    # Those of the narrowest strips.
     small = place.rows * place.channels * place.pixels * itemsize <= SWEEP_WIDTHS[0][0]
     if many is None or many.R or not (place.inner and small and maps == held < 3):
         return many
     few = _sweep(place, itemsize, maps, held, where, 1, SWEEP_PROGRAMS * SWEEP_WARPS)
-    if few is None or few.R or few.S in (2, many.S) or few.S * few.G * SWEEP_PROGRAMS < many.S * many.G:
+    if (
+        few is None
+        or few.R
+        or few.S in (2, many.S)
+        or 10 * few.warps * few.S * few.G < 9 * many.warps * many.S * many.G
+    ):
         return many
     return few
 
